@@ -15,9 +15,9 @@ from typing import Any, Literal
 from ringattn.launch.common.session import parse, table, write_json
 from ringattn.plan.mask import short_mask
 from ringattn.plan.options import resolve_window
-from ringattn.sizing import Estimate, MeshEstimate, attention_estimate, estimate, load_profile
+from ringattn.sizing import Estimate, MeshEstimate, Savings, attention_estimate, estimate, load_profile
 from ringattn.sizing.attention_launch import Heads
-from ringattn.sizing.estimate import best_layout, check_nodes, with_link
+from ringattn.sizing.estimate import Job, best_layout, check_nodes, with_link
 from ringattn.sizing.ring_time import SCHEDULES, RingCall
 
 UNITS = {"K": 2**10, "M": 2**20}
@@ -26,6 +26,7 @@ TIME_NAMES = {
     "ring_exposed": "ring, exposed",
     "fsdp_exposed": "FSDP, exposed",
     "tp_exposed": "TP, exposed",
+    "offload_exposed": "offload, exposed",
     "matmul": "matrix products",
 }
 FEW = 10  # meshes in the table without --all
@@ -35,7 +36,7 @@ FEW = 10  # meshes in the table without --all
 class PlanArgs:
     """Plans a job before it runs: memory and time by what takes them, and the best meshes. Needs no GPU."""
 
-    # A preset (llama3-8b, llama3-70b, llama3-405b, qwen3-32b, qwen3-235b-a22b, deepseek-v3, glm-4.7-flash,
+    # A preset (llama3-8b, llama3-70b, llama3-405b, qwen3-8b, qwen3-32b, qwen3-235b-a22b, deepseek-v3, glm-4.7-flash,
     # deepseek-v3-dense), or a config.json of transformers; left out, --heads, --kv-heads and --head-dim give one attention.
     model: str | None = None
     tokens: str = "128K"  # Tokens of a sequence; 128K and 1M are powers of two.
@@ -50,6 +51,10 @@ class PlanArgs:
     mode: Literal["train", "serve"] = "train"  # train or serve.
     batch: int | None = None  # Sequences of a step, or requests; by default one per data-parallel rank, or one request.
     recompute: Literal["auto", "none", "selective", "full"] = "auto"  # Recomputation of activations; auto tries all.
+    # Layers whose checkpoints wait in host memory: a number, all, or auto: the fewest with which a rank fits.
+    offload: int | Literal["all", "auto"] = 0
+    mlp_rows: int = Savings.mlp_rows  # Rows of a rank that go through an MLP at a time.
+    chunked_loss: bool = True  # Whether the loss is computed without the logits of all rows.
     # Layout of shards; auto is the best for the mask.
     layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
     heads: int = 32  # Query heads of one attention.
@@ -105,6 +110,7 @@ def options_of(args: PlanArgs) -> dict[str, Any]:
         "causal": args.mask == "causal",
         "recompute": None if args.recompute == "auto" else args.recompute,
         "layout": None if args.layout == "auto" else args.layout,
+        "savings": Savings(args.offload, args.mlp_rows, args.chunked_loss),
     }
 
 
@@ -115,6 +121,8 @@ def describe(one: MeshEstimate) -> dict[str, Any]:
         "mesh": {name: getattr(one.mesh, name) for name in ("dp", "cp", "tp", "nodes")},
         **{name: getattr(one, name) for name in names},
         "save_gathered_kv": one.keep,
+        "offload": one.savings.offload,
+        "host_gib": one.host_bytes / 2**30,
         "memory_gib": one.memory.gib() | {"total": one.memory.total / 2**30},
         "seconds": None if one.seconds is None else vars(one.seconds) | {"total": one.seconds.total},
     }
@@ -131,7 +139,7 @@ def show(found: Estimate, *, longest: bool, every: bool) -> None:
     if best is None:
         print("nothing fits\n")
     else:
-        _show_best(best, step)
+        _show_best(job, best, step)
     rows = []
     for one in found.candidates if every else found.candidates[:FEW]:
         memory = f"{one.memory.total / 2**30:.0f}"
@@ -140,6 +148,7 @@ def show(found: Estimate, *, longest: bool, every: bool) -> None:
         rate = None if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}"
         keep = "keep" if one.keep else "refetch"
         how = f"{one.layout}, {one.schedule}, {one.recompute}, {keep}"
+        how += f", offload {one.savings.offload}" if one.host_bytes else ""
         rows.append([one.mesh, one.mesh.nodes, how, one.sequences, memory, time, mfu, rate, one.reason or "best"])
     columns = ["mesh", "nodes of a ring", "how", "sequences", "GiB", "s", "MFU", "tokens/s", "why"]
     table("meshes", columns, rows)
@@ -152,10 +161,15 @@ def show(found: Estimate, *, longest: bool, every: bool) -> None:
         print(f"assumed: {text}")
 
 
-def _show_best(best: MeshEstimate, step: str) -> None:
+def _show_best(job: Job, best: MeshEstimate, step: str) -> None:
     assert best.seconds is not None, "the best was simulated"
     memory = [[MEMORY_NAMES.get(name, name), f"{value:.2f}"] for name, value in best.memory.gib().items() if value]
     table("memory per GPU at its peak", ["what", "GiB"], [*memory, ["total", f"{best.memory.total / 2**30:.2f}"]])
+    if best.host_bytes:
+        node = best.host_bytes * min(best.mesh.gpus, job.gpus_per_node)
+        rank_gib, node_gib = (f"{x / 2**30:.0f} GiB" for x in (best.host_bytes, node))
+        layers = f"{best.savings.layers(job.shape)} of {job.shape.layers} layers"
+        print(f"checkpoints of {layers} wait in host memory: {rank_gib} of a rank, {node_gib} of a node\n")
     times = [
         [TIME_NAMES.get(name, name), f"{value:.3f}", f"{value / best.seconds.total:.1%}"]
         for name, value in vars(best.seconds).items()

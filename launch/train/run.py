@@ -26,7 +26,7 @@ from ringattn.launch.train.parallel import make_parallel, mesh_sizes, single_ran
 from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer, read_config_json
 from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance
 from ringattn.plan.mask import short_mask
-from ringattn.sizing import Memory, load_shape
+from ringattn.sizing import Memory, Savings, load_shape
 from ringattn.sizing.memory import heads_of, training_memory
 from ringattn.sizing.ring_time import RingCall
 
@@ -132,6 +132,10 @@ def compare_results(
     return f"{text}\nequal within rounding"
 
 
+MLP_ROWS = 16384
+"""Rows of an MLP at a time that are proposed where a run does not fit."""
+
+
 def planned_memory(config: TrainConfig, dp: int, cp: int, schedule: str = "fused") -> Memory:
     """Return the memory of a rank that the planner expects of a run on GPUs.
 
@@ -144,9 +148,9 @@ def planned_memory(config: TrainConfig, dp: int, cp: int, schedule: str = "fused
     mask = short_mask(config.seq_len, causal=True, window=window)
     call = RingCall(mask, cp, heads_of(shape, batch=sequences), schedule=schedule)
     rows = sequences * -(-config.seq_len // cp)
-    return training_memory(
-        shape, rows, call, shards=dp * cp, recompute=config.recompute, mlp_rows=rows, reserve=RESERVE
-    )
+    savings = Savings(config.offload, config.mlp_rows or rows)
+    options = {"shards": dp * cp, "recompute": config.recompute, "reserve": RESERVE}
+    return training_memory(shape, rows, call, savings=savings, **options)
 
 
 def check_memory(config: TrainConfig, world_size: int, whole: int) -> str:
@@ -164,6 +168,8 @@ def check_memory(config: TrainConfig, world_size: int, whole: int) -> str:
 
     tries: dict[str, tuple[str, Sequence[Any]]] = {
         "recompute": ("--recompute {}", ("selective", "full")),
+        "offload": ("--offload {}", () if config.recompute == "none" else ("all",)),
+        "mlp_rows": ("--mlp-rows {}", (MLP_ROWS,)),
         "accumulate": ("--accumulate {}", (config.batch_size // dp,)),
         "ranks": ("rings of {} ranks", [cp << x for x in range(1, 8)]),
         "seq_len": ("--seq-len {}", [length for x in range(1, 12) if (length := config.seq_len >> x) >= cp]),

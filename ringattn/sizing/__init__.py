@@ -1,7 +1,7 @@
 """Memory, time and the best mesh of a job before it runs: a cost model of measured parts over the plans of the library."""
 
 from ringattn.sizing.estimate import Estimate, Mesh, MeshEstimate, attention_estimate, estimate
-from ringattn.sizing.memory import Memory
+from ringattn.sizing.memory import Memory, Savings
 from ringattn.sizing.packing import PackedBatch, PackedSequence, pack, place
 from ringattn.sizing.profile import Profile, load_profile, write_profile
 from ringattn.sizing.shapes import PRESETS, ModelShape, load_shape
@@ -17,6 +17,7 @@ __all__ = [
     "PackedBatch",
     "PackedSequence",
     "Profile",
+    "Savings",
     "Seconds",
     "attention_estimate",
     "estimate",

@@ -6,9 +6,9 @@ by a bound of its time, and the best are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,18 @@ from ringattn.plan.expressions import Causal, Window
 from ringattn.plan.layouts import MAX_SEQ_LEN
 from ringattn.plan.mask import MaskUnion, ShortForms, short_mask
 from ringattn.plan.options import MaskOptions, resolve_balance
-from ringattn.sizing.memory import Memory, attention_peak, heads_of, serving_memory, training_memory
+from ringattn.sizing.memory import (
+    NO_OFFLOAD,
+    Memory,
+    Savings,
+    attention_peak,
+    checkpoint_bytes,
+    heads_of,
+    host_bytes,
+    layers_to_offload,
+    serving_memory,
+    training_memory,
+)
 from ringattn.sizing.profile import Link, Profile, load_profile
 from ringattn.sizing.ring_time import RingCall, attention_time
 from ringattn.sizing.shapes import ModelShape, load_shape
@@ -66,6 +77,8 @@ class MeshEstimate:
         keep: The backward uses the keys that the forward gathered.
         sequences: Sequences of a step of all data-parallel ranks.
         memory: Bytes of the fullest rank.
+        savings: Offload, chunks of MLPs and of the loss, with a number of layers in place of "auto".
+        host_bytes: Bytes of pinned host memory of a rank.
         seconds: Of a step, or of a prompt when serving; None: it was not simulated.
         bound_s: Least seconds per step: matrix products and attention at full speed.
         token_ms: Milliseconds per token when serving.
@@ -87,6 +100,8 @@ class MeshEstimate:
     mfu: float | None = None
     tokens_per_s: float | None = None
     reason: str = ""
+    savings: Savings = NO_OFFLOAD
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,7 @@ class Job:
     mask: ShortForms = field(default_factory=ShortForms)
     recompute: tuple[str, ...] = RECOMPUTE
     layout: str | None = None
+    savings: Savings = NO_OFFLOAD
 
     @cached_property
     def masks(self) -> tuple[tuple[MaskUnion, int], ...]:
@@ -175,6 +191,7 @@ def estimate(
     documents: Sequence[int] | None = None,
     recompute: str | None = None,
     layout: str | None = None,
+    savings: Savings = NO_OFFLOAD,
     **mask: Unpack[MaskOptions],
 ) -> Estimate:
     """Return memory and time of a job on every mesh, best first. Needs no GPU.
@@ -191,6 +208,7 @@ def estimate(
         documents: Boundaries (0, ..., tokens) of packed documents.
         recompute: "none", "selective" or "full"; None: all are tried.
         layout: Layout of the shards; None: the best for the mask.
+        savings: Layers whose checkpoints wait in host memory, rows of an MLP and the loss by chunks, in training.
         mask: causal, by default True, window, prefix_len and chunk_len; see `ring_attention`.
 
     Returns:
@@ -215,11 +233,13 @@ def estimate(
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}; None tries all")
     if recompute is not None and mode == "serve":
         raise ValueError(f"recompute must be None when serving, got {recompute!r}; nothing is kept for a backward")
+    if savings != NO_OFFLOAD and mode == "serve":
+        raise ValueError(f"savings must be left out when serving, got {savings}; nothing is kept for a backward")
     machine = gpus, gpus_per_node, with_link(load_profile(gpu), link_gbps)
     boundaries = None if documents is None else tuple(documents)
     forms = ShortForms(**resolve_balance({"causal": True, **mask}))
     tried = RECOMPUTE if recompute is None else (recompute,)
-    job = Job(load_shape(model), tokens, *machine, mode, batch, boundaries, forms, tried, layout)
+    job = Job(load_shape(model), tokens, *machine, mode, batch, boundaries, forms, tried, layout, savings)
     _ = job.masks  # a wrong one is refused here
     return estimate_job(job)
 
@@ -313,18 +333,42 @@ def _candidates(job: Job, mesh: Mesh) -> Iterator[MeshEstimate]:
     trains = job.mode == "train"
     sequences = job.batch or (mesh.dp if trains else 1)
     keeps = trains and schedule == "fused" and mesh.nodes == 1 and mesh.cp > 1
-    for recompute in job.recompute if trains else ("none",):
+    if not trains:
+        call, _ = _calls(job, mesh, schedule, keep=False)[0]
+        memory = serving_memory(job.shape, job.tokens, sequences, CHUNK, call, reserve=reserve)
+        bound = _bound(job, mesh, "none", sequences)
+        yield MeshEstimate(mesh, call.layout, schedule, "none", False, sequences, memory, bound)
+        return
+    rows, shards = -(-job.tokens // mesh.cp), mesh.dp * mesh.cp
+    for recompute in job.recompute:
+        saved = checkpoint_bytes(job.shape, rows, recompute, mesh.tp)
         for keep in (True, False) if keeps else (False,):
             call, _ = _calls(job, mesh, schedule, keep=keep)[0]
-            if trains:
-                rows, shards = -(-job.tokens // mesh.cp), mesh.dp * mesh.cp
-                memory = training_memory(
-                    job.shape, rows, call, shards=shards, tp=mesh.tp, recompute=recompute, reserve=reserve
-                )
-            else:
-                memory = serving_memory(job.shape, job.tokens, sequences, CHUNK, call, reserve=reserve)
-            bound = _bound(job, mesh, recompute, sequences)
-            yield MeshEstimate(mesh, call.layout, schedule, recompute, keep, sequences, memory, bound)
+            plan = partial(
+                training_memory,
+                *(job.shape, rows, call),
+                **{"shards": shards, "tp": mesh.tp, "recompute": recompute, "reserve": reserve},
+            )
+            savings = _resolved(job, recompute, saved, plan)
+            if keep and savings.layers(job.shape) and recompute == "selective":
+                continue  # the second run of a layer has what attention returned, but not the keys
+            host = host_bytes(job.shape, rows, recompute, savings, mesh.tp)
+            memory, bound = plan(savings=savings), _bound(job, mesh, recompute, sequences)
+            yield MeshEstimate(
+                *(mesh, call.layout, schedule, recompute, keep, sequences, memory, bound),
+                savings=savings,
+                host_bytes=host,
+            )
+
+
+def _resolved(job: Job, recompute: str, saved: float, plan: Callable[..., Memory]) -> Savings:
+    """Return the savings of a candidate, with the fewest layers in host memory with which `plan` fits."""
+    if recompute == "none":  # nothing but checkpoints is moved
+        return replace(job.savings, offload=0)
+    if job.savings.offload != "auto":
+        return job.savings
+    over = plan(savings=job.savings).total - job.profile.memory_gib * 2**30
+    return replace(job.savings, offload=layers_to_offload(over, saved, job.shape.layers))
 
 
 def _bound(job: Job, mesh: Mesh, recompute: str, sequences: int) -> float:
@@ -347,7 +391,9 @@ def _simulate(job: Job, one: MeshEstimate) -> MeshEstimate:
     else:
         rows, accumulate = -(-job.tokens // mesh.cp), one.sequences // mesh.dp
         ranks = {"shards": mesh.dp * mesh.cp, "gpus_per_node": job.gpus_per_node, "tp": mesh.tp}
-        seconds = training_step(shape, rows, calls, profile, recompute=one.recompute, accumulate=accumulate, **ranks)
+        seconds = training_step(
+            shape, rows, calls, profile, recompute=one.recompute, savings=one.savings, accumulate=accumulate, **ranks
+        )
         flops = one.sequences * shape.step_flops(job.tokens, job.pairs)
         rate = one.sequences * job.tokens / seconds.total
     mfu = flops / seconds.total / job.gpus / profile.peak_tflops / 1e12

@@ -6,11 +6,14 @@ Note [Peak of a training step]
     selective recomputation, what attention returned; the parameters outside of layers and the gradient of the head in bf16 (one
     FSDP unit, gathered until the backward ends); two gathered layers, the gradient of one in bf16 and its fp32 copy to reduce; and
     the activations of one layer: six tensors of the MLP's width (gate, up, their product and gradients) and `STREAMS` of the
-    model's (inputs, norms and gradients).
+    model's (inputs, norms and gradients). Of layers whose checkpoints wait in host memory two are on the device: the one at work,
+    and the one that is copied. At the loss a rank holds no layer, but the gradient of the head in fp32, its cast, and a chunk of
+    logits in fp32 and bf16; without chunks all logits, in bf16 and fp32, and both gradients.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ringattn.plan.buffers import gather_bytes
@@ -24,6 +27,8 @@ STREAMS = 5.4
 """Tensors of the model's width that the backward of a layer holds; fitted to the peaks of two training steps."""
 MLP_TENSORS = 6
 """Tensors of the MLP's width that it holds."""
+LOSS_STREAMS = 3.0
+"""Tensors of the model's width at the loss: last rows, before and after the norm, and their gradient."""
 OUTBOX_ROWS = 3.5
 """Largest messages that a stepwise ring over the copy engine holds beside its buffers; two are its outboxes. Fitted."""
 FIXED_BYTES = 6 * 2**20
@@ -32,6 +37,46 @@ SAVED_STREAMS = {"none": 8.0, "selective": 1.0, "full": 1.0}
 """Tensors of the model's width that a layer saves for the backward, beside the MLP's."""
 SAVED_MLP = 4.0
 """Tensors of the MLP's width that a layer saves without recomputation."""
+
+
+ON_DEVICE = 2
+"""Layers whose checkpoints are on the device where they wait in host memory."""
+CHUNK_ELEMENTS = 1 << 27
+"""Logits at a time of a chunked loss; that of `ringattn.training.log_probs`."""
+CHUNKED_LOGIT_BYTES = 6
+"""Bytes of a logit of a chunk: fp32, and bf16 before or after."""
+WHOLE_LOGIT_BYTES = 12
+"""Bytes of a logit where all exist, with their gradients."""
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What bounds the activations of a step beside recomputation (`ringattn.training.save_memory_`).
+
+    Attributes:
+        offload: Layers whose checkpoints wait in host memory; "all", or "auto": the fewest with which a rank fits.
+        mlp_rows: Rows of a rank that go through an MLP at a time.
+        chunked_loss: The loss is computed without the logits of all rows.
+    """
+
+    offload: int | str = 0
+    mlp_rows: int = 131072
+    chunked_loss: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing."""
+        if self.offload not in ("auto", "all") and (isinstance(self.offload, str) or self.offload < 0):
+            raise ValueError(f'offload must be a number of layers, "all" or "auto", got {self.offload!r}; 0 is none')
+        if self.mlp_rows < 1:
+            raise ValueError(f"mlp_rows must be at least 1, got {self.mlp_rows}; give rows of a rank")
+
+    def layers(self, shape: ModelShape) -> int:
+        """Return the number of layers whose checkpoints wait in host memory; "auto" counts as none."""
+        return {"auto": 0, "all": shape.layers}[self.offload] if isinstance(self.offload, str) else self.offload
+
+
+NO_OFFLOAD = Savings()
+"""MLPs of at most 131,072 rows at a time, and a loss by chunks."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +88,7 @@ class Memory:
         gradients: Reduced gradients in fp32 that exist at the peak.
         optimizer: State of AdamW in fp32.
         activations: Tensors that layers save for their backward, and keys that a forward gathered.
-        working: Tensors of the layer that is computed, and its gathered parameters.
+        working: Tensors of the layer that is computed, or of the loss, and gathered parameters.
         ring: Buffers of the ring.
         kv_cache: Keys and values of all requests when serving.
         reserve: Memory that libraries take outside of tensors.
@@ -120,6 +165,17 @@ def attention_peak(call: RingCall, profile: Profile) -> float:
     return 6 * q + 4 * kv + 2 * lse + ring
 
 
+def checkpoint_bytes(shape: ModelShape, tokens: int, recompute: str, tp: int = 1) -> float:
+    """Return the bytes that a layer saves for its backward, beside gathered keys."""
+    saved = SAVED_STREAMS[recompute] * tokens * shape.dim * 2 / tp
+    if recompute != "full":
+        saved += tokens * shape.heads * (shape.head_dim * 2 + 4) / tp
+    if recompute == "none":
+        qkv = tokens * shape.head_dim * (shape.heads + 2 * shape.kv_heads) * 2 / tp
+        saved += qkv + SAVED_MLP * tokens * shape.mlp_width * 2 / tp
+    return saved
+
+
 def training_memory(
     shape: ModelShape,
     tokens: int,
@@ -128,7 +184,7 @@ def training_memory(
     shards: int,
     tp: int = 1,
     recompute: str = "selective",
-    mlp_rows: int = 131072,
+    savings: Savings = Savings(),
     reserve: float = 0.0,
 ) -> Memory:
     """Return the memory of a rank at the peak of a training step (Note [Peak of a training step]).
@@ -138,24 +194,21 @@ def training_memory(
         call: The attention call of one layer.
         shards: Ranks over which FSDP shards states.
         tp: Ranks that share heads, the MLP and, between them, rows of the residual stream.
-        mlp_rows: Rows that go through the MLP at a time.
+        savings: Offload, chunks of MLPs and of the loss.
         reserve: Bytes that libraries take outside of tensors.
     """
     per_rank = shape.parameters / tp / shards
     stream = tokens * shape.dim * 2 / tp
-    saved = SAVED_STREAMS[recompute] * stream
-    if recompute != "full":
-        saved += tokens * shape.heads * (shape.head_dim * 2 + 4) / tp
-    if recompute == "none":
-        qkv = tokens * shape.head_dim * (shape.heads + 2 * shape.kv_heads) * 2 / tp
-        saved += qkv + SAVED_MLP * tokens * shape.mlp_width * 2 / tp
-    activations = shape.layers * saved
+    moved = min(savings.layers(shape), shape.layers)
+    held = shape.layers - moved + min(moved, ON_DEVICE)
+    activations = held * checkpoint_bytes(shape, tokens, recompute, tp)
     if call.saved and call.world_size > 1:
         # full recomputation gathers again, and keeps only the keys of the layer at work
         rows = call.gather_plan(0).most_remote_rows
         activations += rows * call.heads.kv_bytes() * (1 if recompute == "full" else shape.layers)
-    units = 2 * shape.root_parameters + 2 * shape.vocab_size * shape.dim + (2 * 2 + 2 + 4) * shape.layer_parameters
-    working = MLP_TENSORS * min(tokens, mlp_rows) * shape.mlp_width * 2 / tp + STREAMS * stream
+    head = shape.vocab_size * shape.dim
+    units = 2 * shape.root_parameters + 2 * head + (2 * 2 + 2 + 4) * shape.layer_parameters
+    working = MLP_TENSORS * min(tokens, savings.mlp_rows) * shape.mlp_width * 2 / tp + STREAMS * stream
     begins = Memory(
         weights=4 * per_rank,
         gradients=4 * per_rank / shape.layers,
@@ -165,8 +218,29 @@ def training_memory(
         ring=ring_bytes(call, backward=True),
         reserve=reserve,
     )
-    ends = replace(begins, gradients=4 * per_rank, activations=activations / shape.layers)
-    return max(begins, ends, key=lambda memory: memory.total)
+    ends = replace(begins, gradients=4 * per_rank, activations=activations / held)
+    logits = WHOLE_LOGIT_BYTES * tokens * shape.vocab_size
+    if savings.chunked_loss:
+        # the gradient of the head over chunks is fp32, and is cast
+        logits = CHUNKED_LOGIT_BYTES * min(CHUNK_ELEMENTS, tokens * shape.vocab_size) + (4 + 2) * head
+    loss = replace(begins, gradients=0.0, working=(2 * shape.root_parameters + logits) / tp + LOSS_STREAMS * stream)
+    return max(begins, ends, loss, key=lambda memory: memory.total)
+
+
+def host_bytes(shape: ModelShape, tokens: int, recompute: str, savings: Savings, tp: int = 1) -> float:
+    """Return the bytes of pinned host memory of a rank."""
+    return min(savings.layers(shape), shape.layers) * checkpoint_bytes(shape, tokens, recompute, tp)
+
+
+def layers_to_offload(over: float, saved: float, layers: int) -> int:
+    """Return the fewest layers whose checkpoints of `saved` bytes must leave a device that is `over` bytes too small.
+
+    Example:
+        >>> layers_to_offload(2.5, 1.0, 10), layers_to_offload(-1.0, 1.0, 10)
+        (5, 0)
+    """
+    # the checkpoints of ON_DEVICE layers are there all the same
+    return min(layers, math.ceil(over / saved) + ON_DEVICE) if over > 0 else 0
 
 
 def serving_memory(

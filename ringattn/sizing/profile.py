@@ -67,6 +67,7 @@ class Profile:
         nccl: Messages between GPUs of a host over NCCL.
         collective_gbps: 10^9 bytes per second that a GPU receives in an all-gather or a reduce-scatter within a host.
         network: Messages of a GPU to another host.
+        host_gbps: 10^9 bytes per second between a GPU and pinned host memory while all GPUs of a host copy; not measured.
         slowdown: Factor of kernels beside transfers, by schedule and direction: `fused_forward`, ...
         semaphores_us: Device time of semaphores and joins of streams by name: of a launch of the fused schedule by direction, and
             `turn`, from the push of one owner to that of the next.
@@ -98,6 +99,7 @@ class Profile:
     semaphores_us: Mapping[str, float] = field(default_factory=dict)
     schedule: str = "fused"
     reserve_gib: float = 1.5
+    host_gbps: float = 20.0
     fitted_from: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 

@@ -165,6 +165,7 @@ PRESETS: dict[str, ModelShape] = {
         ModelShape("llama3-8b", 4096, 32, 32, 8, 128, 14336, 128256),
         ModelShape("llama3-70b", 8192, 80, 64, 8, 128, 28672, 128256),
         ModelShape("llama3-405b", 16384, 126, 128, 8, 128, 53248, 128256),
+        ModelShape("qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936),
         ModelShape("qwen3-32b", 5120, 64, 64, 8, 128, 25600, 151936),
         ModelShape("qwen3-235b-a22b", 4096, 94, 64, 4, 128, 1536, 151936, experts=128, active_experts=8),
         # 7168 wide, 61 layers; MLA after its up-projection: 128 heads of 128 (+64 rotary, here 192 as 256 columns); a dense MLP

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ringattn.sizing.memory import NO_OFFLOAD, Savings, checkpoint_bytes
 from ringattn.sizing.profile import Profile
 from ringattn.sizing.ring_time import RingCall, attention_time
 from ringattn.sizing.shapes import ModelShape
@@ -39,6 +40,7 @@ class Seconds:
         ring_exposed: Time of attention calls beyond their kernels.
         fsdp_exposed: All-gathers and reduce-scatters of FSDP that no layer hides.
         tp_exposed: All-reduces of tensor parallelism.
+        offload_exposed: Copies of checkpoints to host memory and back that no layer hides.
     """
 
     matmul: float = 0.0
@@ -48,6 +50,7 @@ class Seconds:
     ring_exposed: float = 0.0
     fsdp_exposed: float = 0.0
     tp_exposed: float = 0.0
+    offload_exposed: float = 0.0
 
     @property
     def total(self) -> float:
@@ -95,6 +98,7 @@ def training_step(
     gpus_per_node: int,
     tp: int = 1,
     recompute: str = "selective",
+    savings: Savings = NO_OFFLOAD,
     accumulate: int = 1,
 ) -> Seconds:
     """Return the seconds of a training step of a rank with `rows` tokens of each of `accumulate` sequences.
@@ -107,6 +111,8 @@ def training_step(
     layers, again = shape.layers, 1 if recompute == "none" else 2
     # matrix products of a layer: forward, perhaps again, and twice in the backward
     flops = 2.0 * rows * layers * shape.active_layer_parameters / tp * (again + 2)
+    if recompute == "none" and savings.mlp_rows < rows:
+        flops += 2.0 * rows * layers * shape.mlp_parameters(shape.active_experts) / tp
     flops += 2.0 * rows * shape.vocab_size * shape.dim / tp * 4
     matmul = flops / profile.matmul_sustained_tflops / 1e12
     attention = exposed = 0.0
@@ -128,6 +134,8 @@ def training_step(
     forward_s = (matmul / (again + 2) + attention / 3) / layers
     backward_s = (matmul * (again + 1) / (again + 2) + attention * 2 / 3) / layers
     fsdp = layers * (max(0.0, gather - forward_s) + max(0.0, gather + reduce - backward_s))
+    copy_s = checkpoint_bytes(shape, rows, recompute, tp) / profile.host_gbps / 1e9
+    copies = savings.layers(shape) * (max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s))
     return Seconds(
         matmul=accumulate * matmul,
         attention=accumulate * attention,
@@ -138,6 +146,7 @@ def training_step(
         fsdp_exposed=accumulate * fsdp + root,
         # in the forward, its repetition and the backward
         tp_exposed=accumulate * layers * (again + 1) * _exchange_s(shape, rows, tp, profile, gpus_per_node),
+        offload_exposed=accumulate * copies,
     )
 
 

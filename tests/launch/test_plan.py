@@ -43,6 +43,14 @@ def test_attention_alone_and_serving_are_planned(capsys: pytest.CaptureFixture[s
     assert "ms per token" in capsys.readouterr().out
 
 
+def test_checkpoints_in_host_memory_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "qwen3-8b", "--tokens", "1M", "--gpu", "h100", "--batch", "1", "--no-longest"]
+    assert main([*words, "--offload", "auto", "--mlp-rows", "16384", "--recompute", "selective"]) == 0
+    said = capsys.readouterr().out
+    assert "layers wait in host memory: 18 GiB of a rank, 145 GiB of a node" in said
+    assert "selective, refetch, offload 22" in said
+
+
 def test_documents_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("1000\n3000 500\n")

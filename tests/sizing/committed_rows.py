@@ -13,7 +13,7 @@ from pathlib import Path
 from ringattn.launch.plan.fit import ROW_SCHEDULES, Row, ring_call
 from ringattn.plan.layouts import shard_len
 from ringattn.sizing.attention_launch import Heads
-from ringattn.sizing.memory import attention_peak, training_memory
+from ringattn.sizing.memory import Savings, attention_peak, training_memory
 from ringattn.sizing.profile import Profile, load_profile
 from ringattn.sizing.ring_time import RingCall, attention_time
 from ringattn.sizing.shapes import ModelShape
@@ -127,7 +127,7 @@ def _model(file: str, machine: Row, row: Row, profile: Profile) -> Iterator[Pred
         rows,
         call,
         shards=world_size,
-        mlp_rows=rows if machine["date"] < WHOLE_MLP_BEFORE else 131072,
+        savings=Savings(mlp_rows=rows if machine["date"] < WHOLE_MLP_BEFORE else 131072),
     )
     if len(row["steps_s"]) == 1:
         memory = replace(memory, optimizer=0.0)  # AdamW makes its moments in the first step

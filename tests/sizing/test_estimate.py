@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from ringattn.launch.train.model import Transformer
-from ringattn.sizing import PRESETS, MeshEstimate, attention_estimate, estimate, load_profile, load_shape
+from ringattn.sizing import PRESETS, MeshEstimate, Savings, attention_estimate, estimate, load_profile, load_shape
 from ringattn.sizing.attention_launch import Heads
+from ringattn.sizing.memory import CHUNK_ELEMENTS, training_memory
 from ringattn.sizing.ring_time import RingCall
 from ringattn.sizing.shapes import ModelShape
 from ringattn.sizing.step import token_ms
+from ringattn.training.log_probs import CHUNK_ELEMENTS as CHUNK_OF_THE_LOSS
 from tests.support.short_mask import ShortMask
 from tests.support.timing import assert_quick
 
@@ -63,6 +66,7 @@ def test_a_configuration_of_transformers_is_a_shape(tmp_path):
     ("name", "billions"),
     [
         ("llama3-8b", 8.03),
+        ("qwen3-8b", 8.19),
         ("llama3-70b", 70.6),
         ("llama3-405b", 405.9),
         ("qwen3-32b", 32.8),
@@ -216,3 +220,85 @@ def test_a_cache_of_latents_is_planned_by_their_bytes(name: str, billions: float
     assert shape.kv_token_bytes == 1152 * shape.layers
     found = estimate(name, 2**20, gpus=16, gpus_per_node=8, gpu="b200", mode="serve").candidates[0]
     assert found.memory.kv_cache == 2**20 * 1152 * shape.layers / 16
+
+
+# what bounds activations
+
+
+def million(**savings: Any) -> MeshEstimate | None:
+    """Qwen3-8B at 1,048,576 tokens on eight H100, with MLPs by 16,384 rows, on one ring."""
+    found = estimate(
+        "qwen3-8b", 2**20, gpu="h100", batch=1, recompute="selective", savings=Savings(mlp_rows=16384, **savings)
+    )
+    return next((one for one in found.candidates if str(one.mesh) == "dp=1,cp=8" and one.seconds is not None), None)
+
+
+def test_a_million_tokens_of_an_8b_model_fit_eight_gpus_of_80_gb_with_offload_alone():
+    assert million() is None
+    assert million(offload="all", chunked_loss=False) is None
+    fewest, every = million(offload="auto"), million(offload="all")
+    assert fewest is not None
+    assert every is not None
+    for one in (fewest, every):
+        assert one.seconds is not None
+        assert one.seconds.total < 285
+        assert one.seconds.offload_exposed == 0
+    layers = fewest.savings.offload
+    assert isinstance(layers, int)
+    assert 0 < layers < 36
+    assert million(offload=layers - 1) is None
+    # the residual stream, o and lse of 131,072 rows
+    assert every.host_bytes == 36 * 131072 * (4096 * 2 + 32 * (128 * 2 + 4))
+    assert every.memory.total < fewest.memory.total
+
+
+def test_a_slow_host_is_waited_for():
+    fast, slow = (
+        estimate(
+            *("qwen3-8b", 131072),
+            gpus=2,
+            batch=1,
+            gpu=replace(load_profile("h200"), host_gbps=rate),
+            recompute="full",
+            savings=Savings("all"),
+        ).best
+        for rate in (20.0, 0.02)
+    )
+    assert fast is not None
+    assert slow is not None
+    assert fast.seconds is not None
+    assert slow.seconds is not None
+    assert fast.seconds.offload_exposed == 0
+    # out and back
+    assert slow.seconds.offload_exposed == pytest.approx(2 * slow.host_bytes / 0.02e9, rel=0.2)
+
+
+def test_chunks_of_mlps_and_of_the_loss_hold_their_rows():
+    shape, tokens = PRESETS["qwen3-8b"], 131072
+    call = RingCall(ShortMask(tokens, tokens, causal=True), 1, Heads(1, 32, 8, 128))
+
+    def peak(**savings: Any) -> float:
+        return training_memory(shape, tokens, call, shards=8, recompute="full", savings=Savings(**savings)).total
+
+    # six tensors of the MLP's width, and 12 bytes of each logit
+    assert peak(mlp_rows=65536) - peak(mlp_rows=32768) == 6 * 32768 * shape.mlp_width * 2
+    assert peak(chunked_loss=False) - peak() > 10 * tokens * shape.vocab_size
+    assert CHUNK_ELEMENTS == CHUNK_OF_THE_LOSS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": "some"}, "offload must be a number of layers"),
+        ({"offload": -1}, "offload must be a number of layers"),
+        ({"mlp_rows": 0}, "mlp_rows must be at least 1, got 0"),
+    ],
+)
+def test_savings_that_mean_nothing_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Savings(**options)
+
+
+def test_nothing_is_saved_when_serving():
+    with pytest.raises(ValueError, match=r"^savings must be left out when serving"):
+        estimate("llama3-8b", 4096, mode="serve", savings=Savings("all"))
