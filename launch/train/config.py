@@ -81,6 +81,8 @@ class TrainConfig:
     # Blocks whose checkpoints wait in pinned host memory, copied beside the computation: all, or the first so many.
     offload: int | Literal["all"] = 0
     mlp_rows: int = 0  # Rows of a rank that go through an MLP at a time, again in the backward; 0: all.
+    # GiB that buffers of a fused ring may take; by default a quarter of the memory that is free at its first call.
+    ring_gib: float | None = None
     # Whether parameters gathered for a block's forward are dropped until its backward: less memory, more traffic.
     reshard: bool = True
     compile: bool = False  # Whether blocks are compiled.

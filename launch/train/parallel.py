@@ -65,14 +65,22 @@ class Parallel:
 
 
 def make_parallel(
-    device: torch.device, text: str | None = None, timeout_s: float = 600.0, virtual_size: int | None = None
+    device: torch.device,
+    text: str | None = None,
+    timeout_s: float = 600.0,
+    virtual_size: int | None = None,
+    ring_gib: float | None = None,
 ) -> Parallel:
-    """Build the mesh of all ranks. A collective; the process group must exist. See `mesh_sizes` for `text`."""
+    """Build the mesh of all ranks. A collective; the process group must exist.
+
+    See `mesh_sizes` for `text`. `ring_gib` is what buffers of the fused ring may take; None: a quarter of the free memory.
+    """
     world_size = dist.get_world_size()
     dp, cp = mesh_sizes(text, world_size)
     mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
     all_ranks = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_cp",))
-    ring = ringattn.Ring(mesh["cp"], timeout=datetime.timedelta(seconds=timeout_s), virtual_size=virtual_size)
+    options = {"virtual_size": virtual_size, "memory_budget": None if ring_gib is None else int(ring_gib * 2**30)}
+    ring = ringattn.Ring(mesh["cp"], timeout=datetime.timedelta(seconds=timeout_s), **options)
     return Parallel(dp, mesh.get_local_rank("dp"), ring, all_ranks, device)
 
 

@@ -213,11 +213,8 @@ class Run:
         facts = self._read_facts(path)
         self.start = int(facts["step"]) if facts else 0
         self.single_rank_results = [] if facts else self._single_rank_steps()
-        self.trainer = Trainer(
-            self.build,
-            self.recipe,
-            make_parallel(session.device, config.mesh, config.timeout, config.virtual_size),
-        )
+        ring = config.timeout, config.virtual_size, config.ring_gib
+        self.trainer = Trainer(self.build, self.recipe, make_parallel(session.device, config.mesh, *ring))
         self._count_flops()
         if path is not None:
             state = self.trainer.state()
