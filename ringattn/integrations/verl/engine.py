@@ -1,8 +1,8 @@
 """FSDP engines of verl whose sequence parallel ranks share packed sequences by ring attention in place of Ulysses.
 
-verl's engine has three places in which ranks of a sequence appear: the model's attention is patched (`_build_module`), packed inputs
-are sliced (`prepare_model_inputs`), and log-probabilities, entropies or values are gathered (`_gather_and_unpad_packed`). Each is
-replaced here; batches, losses, FSDP and checkpoints stay verl's.
+verl's engine has three places in which ranks of a sequence appear: the model's attention is patched (`_build_module`), packed
+inputs are sliced (`prepare_model_inputs`), and log-probabilities, entropies or values are gathered (`_gather_and_unpad_packed`).
+Each is replaced here; batches, losses, FSDP and checkpoints stay verl's.
 
 Note [Gradient of gathered numbers]
     Every rank of a ring computes the same loss from gathered numbers, so the backward of the gather adds as many equal gradients as
@@ -41,12 +41,12 @@ _Base = FSDPEngineWithLMHead if TYPE_CHECKING else object
 class RingEngineMixin(_Base):  # pyright: ignore[reportGeneralTypeIssues]
     """Engine whose `ulysses_sequence_parallel_size` ranks are a ring; with a size of 1 it is verl's own.
 
-    Heads need not be divisible by that size. With `use_fused_kernels`, log-probabilities and entropies are computed by chunks, without
-    the logits of all rows of a rank.
+    Heads need not be divisible by that size. With `use_fused_kernels`, log-probabilities and entropies are computed by chunks,
+    without the logits of all rows of a rank.
 
     Raises:
-        NotImplementedError: When the model is built: images, a head that scales or caps its logits with `use_fused_kernels`, or tiled
-            MLPs. In use: distillation from the top k.
+        NotImplementedError: When the model is built: images, or with `use_fused_kernels` a head that scales or caps its logits. In
+            use: distillation from the top k.
     """
 
     def _init_device_mesh(self) -> None:

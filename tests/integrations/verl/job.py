@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 job.py FOLDER ring ulysses_sequence_parallel_size=2
 
-verl knows no CPUs: a platform for them is registered through its own registry. With "own" the engine is verl's (the reference on one
-rank, with sdpa, which keeps packed documents apart by their positions). FOLDER has a model of transformers.
+verl knows no CPUs: a platform for them is registered through its own registry. With "own" the engine is verl's (the reference on
+one rank, with sdpa, which keeps packed documents apart by their positions). FOLDER has a model of transformers.
 """
 
 # pyright: reportMissingImports=false
@@ -135,7 +135,8 @@ def main(folder: str, kind: str, *words: str) -> None:
     with engine.eval_mode():
         output = engine.infer_batch(batch(9, fused=fused), loss)["model_output"]
     shown = {key: output[key].values().tolist() for key in (name, "entropy") if key in output}
-    print(json.dumps({"losses": losses, "norms": norms, **shown}), flush=True)
+    sys.stdout.write(json.dumps({"losses": losses, "norms": norms, **shown}) + "\n")
+    sys.stdout.flush()
     dist.destroy_process_group()
 
 
