@@ -71,7 +71,9 @@ class StreamLane:
         with torch.cuda.stream(self._stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            event = torch.cuda.Event()
+            event.record()
+            return event
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Let the current stream wait for an event."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -127,7 +128,7 @@ class _ChunkedRows(torch.autograd.Function):
                 "the backward of a module by chunks must run once, got a second time; pass retain_graph=True to the first"
             )
         (x,) = ctx.node.saved_tensors
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not _keeps_graph():
             ctx.node = None  # frees the rows
         needs_x = ctx.needs_input_grad[3]
         dx = torch.empty_like(x) if needs_x else None

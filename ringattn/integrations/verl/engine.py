@@ -11,7 +11,7 @@ Note [Gradient of gathered numbers]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,8 @@ class RingEngineMixin(_Base):  # pyright: ignore[reportGeneralTypeIssues]
             if self.model_config.use_fused_kernels:
                 _check_head(module)
                 # before wrappers; verl has patched the class
+                head: Any = module.get_output_embeddings()
+                head.forward = partial(_head_forward, head, head.forward)
                 module.forward = partial(_log_probs_forward, module)
         module.set_attn_implementation(NAME)
         return module
@@ -133,9 +135,21 @@ def _log_probs_forward(
 ) -> CausalLMOutputForPPO:
     """Return log-probabilities of `shift_labels` and entropies, `1 s` each, without logits of all rows."""
     assert return_dict, "verl asks for a dict"
-    rows, head = module.base_model(**inputs).last_hidden_state, module.get_output_embeddings()
-    found = token_log_probs_and_entropy(rows, head.weight, shift_labels, bias=head.bias, temperature=temperature)
-    return CausalLMOutputForPPO(log_probs=found[0], entropy=found[1])
+    rows = module.base_model(**inputs).last_hidden_state
+    log_probs, entropy = module.get_output_embeddings()(rows, shift_labels, temperature)
+    return CausalLMOutputForPPO(log_probs=log_probs, entropy=entropy)
+
+
+def _head_forward(
+    head: Any, plain: Callable[[Tensor], Tensor], rows: Tensor, targets: Tensor | None = None, temperature: float = 1.0
+) -> Any:
+    """Return log-probabilities of targets and entropies, or logits.
+
+    It is the head's own call, in which FSDP has gathered the weight: verl shards a head by itself.
+    """
+    if targets is None:
+        return plain(rows)
+    return token_log_probs_and_entropy(rows, head.weight, targets, bias=head.bias, temperature=temperature)
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")

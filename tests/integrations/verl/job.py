@@ -22,6 +22,7 @@ os.environ["VERL_PLATFORM"] = "cpu"
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from transformers import AutoModelForTokenClassification
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
@@ -59,6 +60,7 @@ Cpu.__abstractmethods__ = frozenset()
 PlatformRegistry.register(platform="cpu")(Cpu)
 
 from verl.models.transformers import monkey_patch  # noqa: E402
+from verl.utils import model as verl_models  # noqa: E402
 from verl.utils import tensordict_utils  # noqa: E402
 from verl.workers.config.engine import FSDPEngineConfig  # noqa: E402
 from verl.workers.config.model import HFModelConfig  # noqa: E402
@@ -66,6 +68,16 @@ from verl.workers.config.optimizer import FSDPOptimizerConfig  # noqa: E402
 from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 from verl.workers.utils.losses import sft_loss  # noqa: E402
 
+
+def _load_critic(local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool) -> Any:
+    """Load a critic as verl does, which asks for flash-attn."""
+    model_config.num_labels = 1
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, attn_implementation="sdpa"
+    )
+
+
+verl_models.load_valuehead_model = _load_critic
 monkey_patch.is_trl_available = lambda: False  # verl 0.9.1 patches a class that TRL 1.16 has no more
 LENGTHS = (11, 29, 5, 18)
 STEPS = 3
