@@ -79,8 +79,8 @@ def make_parallel(
     dp, cp = mesh_sizes(text, world_size)
     mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
     all_ranks = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_cp",))
-    options = {"virtual_size": virtual_size, "memory_budget": None if ring_gib is None else int(ring_gib * 2**30)}
-    ring = ringattn.Ring(mesh["cp"], timeout=datetime.timedelta(seconds=timeout_s), **options)
+    timeout, budget = datetime.timedelta(seconds=timeout_s), None if ring_gib is None else int(ring_gib * 2**30)
+    ring = ringattn.Ring(mesh["cp"], timeout=timeout, virtual_size=virtual_size, memory_budget=budget)
     return Parallel(dp, mesh.get_local_rank("dp"), ring, all_ranks, device)
 
 
