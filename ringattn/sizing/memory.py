@@ -51,7 +51,7 @@ WHOLE_LOGIT_BYTES = 12
 
 @dataclass(frozen=True)
 class Savings:
-    """What bounds the activations of a step beside recomputation (`ringattn.training.save_memory_`).
+    """Bounds of the activations of a step beside recomputation (`ringattn.training.save_memory_`).
 
     Attributes:
         offload: Layers whose checkpoints wait in host memory; "all", or "auto": the fewest with which a rank fits.

@@ -23,7 +23,7 @@ CHUNKS_AT_ONCE = 16
 """Host buffers that are allocated together."""
 
 
-class Lane(Protocol):
+class Copier(Protocol):
     """Copies between a device and the host, in order."""
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -39,7 +39,7 @@ class Lane(Protocol):
         ...
 
 
-class PlainLane:
+class HostCopier:
     """Copies of a device without streams: done when `copy` returns."""
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -55,7 +55,7 @@ class PlainLane:
         """Do nothing."""
 
 
-class StreamLane:
+class StreamCopier:
     """Copies of a GPU on a side stream, from and to pinned memory (Note [Order of copies])."""
 
     def __init__(self, device: torch.device) -> None:
@@ -81,17 +81,17 @@ class StreamLane:
 
 
 class _HostMemory:
-    """Host buffers of one lane, which are used again."""
+    """Host buffers of one copier, which are used again."""
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane, self.num_bytes = lane, 0
+    def __init__(self, copier: Copier) -> None:
+        self.copier, self.num_bytes = copier, 0
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> list[Tensor]:
         """Return buffers for so many bytes."""
         count = -(-num_bytes // CHUNK_BYTES)
         while len(self._free) < count:
-            new = self.lane.allocate(CHUNKS_AT_ONCE * CHUNK_BYTES)
+            new = self.copier.allocate(CHUNKS_AT_ONCE * CHUNK_BYTES)
             self.num_bytes += new.numel()
             self._free += new.split(CHUNK_BYTES)
         taken, self._free = self._free[:count], self._free[count:]
@@ -123,7 +123,7 @@ class Saved:
         self._chunks = memory.take(rows.numel() * rows.element_size())
         self._source = x if rows.data_ptr() == x.data_ptr() else rows
         self._version = self._source._version
-        self._event = memory.lane.copy(
+        self._event = memory.copier.copy(
             [(to[: len(part)], part) for to, part in zip(self._chunks, _bytes(rows), strict=False)]
         )
 
@@ -131,7 +131,7 @@ class Saved:
         """Give the memory on the device back, once the copy out is done."""
         if self._memory is not None and self._source is not None:
             self._check(self._source)
-            self._memory.lane.wait(self._event)
+            self._memory.copier.wait(self._event)
             self._source = None
 
     def fetch(self) -> None:
@@ -152,7 +152,7 @@ class Saved:
         self._group.fetch_before()
         assert self._memory is not None, "what has no host memory stays on the device"
         assert self._back is not None, "the copy was started"
-        self._memory.lane.wait(self._event)
+        self._memory.copier.wait(self._event)
         x, self._back, self._taken = self._back, None, True
         return x
 
@@ -161,7 +161,7 @@ class Saved:
         dtype, device = self._like
         rows = torch.empty(self._shape, dtype=dtype, device=device)
         parts = zip(self._chunks, _bytes(rows), strict=False)
-        self._event = self._memory.lane.copy([(part, source[: len(part)]) for source, part in parts])
+        self._event = self._memory.copier.copy([(part, source[: len(part)]) for source, part in parts])
         self._back = rows.permute([self._order.index(i) for i in range(rows.dim())])
 
     def _check(self, x: Tensor) -> None:
@@ -175,12 +175,12 @@ class Saved:
         if self._memory is None:
             return
         if self._source is not None or self._back is not None:
-            self._memory.lane.wait(self._event)
+            self._memory.copier.wait(self._event)
         self._memory.give(self._chunks)
 
 
 class SavedGroup:
-    """What one call of a layer saves for its backward."""
+    """Tensors that one call of a layer saves for its backward."""
 
     def __init__(self, offloader: Offloader, before: SavedGroup | None, moves: bool) -> None:
         self._offloader, self._moves = offloader, moves
@@ -231,9 +231,9 @@ class Offloader:
         self._last = weakref.ref(group)
         return group
 
-    def make_lane(self, device: torch.device) -> Lane:
-        """Make the lane of a device."""
-        return StreamLane(device) if device.type == "cuda" else PlainLane()
+    def make_copier(self, device: torch.device) -> Copier:
+        """Make the copier of a device."""
+        return StreamCopier(device) if device.type == "cuda" else HostCopier()
 
     def memory_for(self, x: Tensor) -> _HostMemory:
         """Return the host memory of the device of a tensor."""
@@ -243,7 +243,7 @@ class Offloader:
                 "sharded or subclassed tensors out of offload"
             )
         if x.device not in self._memories:
-            self._memories[x.device] = _HostMemory(self.make_lane(x.device))
+            self._memories[x.device] = _HostMemory(self.make_copier(x.device))
         return self._memories[x.device]
 
 

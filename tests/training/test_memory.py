@@ -21,7 +21,7 @@ import ringattn
 from ringattn.launch.train.model import Mlp, Transformer
 from ringattn.sizing.shapes import ModelShape
 from ringattn.training import checkpoint_layers_, chunk_rows_, chunked_rows, offload, save_memory_
-from ringattn.training.offload import Lane, Offloader
+from ringattn.training.offload import Copier, Offloader
 
 TOKENS = 48
 SHAPE = ModelShape("x", 16, 4, 4, 2, 8, 40, vocab_size=64)
@@ -72,7 +72,7 @@ def test_offload_changes_no_bit_of_losses_and_gradients(pool) -> None:
     assert pool(2).run(compare_offloads) == [[], []]
 
 
-class LateLane:
+class LateCopier:
     """A side stream that copies at the last moment, from and to addresses, and refuses memory that was freed before."""
 
     def __init__(self) -> None:
@@ -102,30 +102,30 @@ class LateLane:
 
 
 @pytest.fixture
-def late(monkeypatch) -> LateLane:
-    """The lane of all offloaders of a test."""
-    lane = LateLane()
-    monkeypatch.setattr(Offloader, "make_lane", lambda self, device: lane)
+def late(monkeypatch) -> LateCopier:
+    """The copier of all offloaders of a test."""
+    copier = LateCopier()
+    monkeypatch.setattr(Offloader, "make_copier", lambda self, device: copier)
     monkeypatch.setattr(offload, "CHUNK_BYTES", 256)
-    return lane
+    return copier
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("chosen", OFFLOADS)
-def test_copies_that_run_as_late_as_events_allow_change_no_bit(late: LateLane, recompute: str, chosen: Any) -> None:
+def test_copies_that_run_as_late_as_events_allow_change_no_bit(late: LateCopier, recompute: str, chosen: Any) -> None:
     expected = run(lambda model: None)
     assert same_bits(run(lambda model: save_memory_(model, recompute=recompute, offload=chosen)), expected)
     assert late.events > 0
 
 
-def test_memory_that_is_freed_before_its_copy_would_be_found(late: LateLane, monkeypatch) -> None:
-    monkeypatch.setattr(LateLane, "wait", lambda self, event: None)
+def test_memory_that_is_freed_before_its_copy_would_be_found(late: LateCopier, monkeypatch) -> None:
+    monkeypatch.setattr(LateCopier, "wait", lambda self, event: None)
     assert not same_bits(
         run(lambda model: save_memory_(model, recompute="full", offload=True)), run(lambda model: None)
     )
 
 
-def test_the_backward_of_a_layer_starts_the_copies_of_the_one_before(late: LateLane) -> None:
+def test_the_backward_of_a_layer_starts_the_copies_of_the_one_before(late: LateCopier) -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     for i, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, i=i: late.log.append(f"layer {i}"))
@@ -414,8 +414,8 @@ def test_an_mlp_by_chunks_saves_its_rows_alone() -> None:
     assert whole[0] > 10 * x.nbytes
 
 
-def test_a_lane_is_what_an_offloader_makes() -> None:
-    lane: Lane = Offloader().make_lane(torch.device("cpu"))
+def test_a_copier_is_what_an_offloader_makes() -> None:
+    copier: Copier = Offloader().make_copier(torch.device("cpu"))
     to, x = torch.zeros(3), torch.ones(3)
-    lane.wait(lane.copy([(to, x)]))
+    copier.wait(copier.copy([(to, x)]))
     assert torch.equal(to, x)

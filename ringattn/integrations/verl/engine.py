@@ -141,14 +141,14 @@ def _log_probs_forward(
 
 
 def _head_forward(
-    head: Any, plain: Callable[[Tensor], Tensor], rows: Tensor, targets: Tensor | None = None, temperature: float = 1.0
+    head: Any, logits: Callable[[Tensor], Tensor], rows: Tensor, targets: Tensor | None = None, temperature: float = 1.0
 ) -> Any:
     """Return log-probabilities of targets and entropies, or logits.
 
     It is the head's own call, in which FSDP has gathered the weight: verl shards a head by itself.
     """
     if targets is None:
-        return plain(rows)
+        return logits(rows)
     return token_log_probs_and_entropy(rows, head.weight, targets, bias=head.bias, temperature=temperature)
 
 
