@@ -51,7 +51,8 @@ def checkpoint_layers_(
     Example:
         >>> layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
         >>> host = checkpoint_layers_(layers, "full", offload=True)
-        >>> layers[1](layers[0](torch.ones(2, 4, requires_grad=True))).sum().backward()
+        >>> model = nn.Sequential(*layers)
+        >>> model(torch.ones(2, 4, requires_grad=True)).sum().backward()
         >>> host.host_bytes > 0
         True
     """
