@@ -10,16 +10,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ringattn.launch.serve.messages import BEAT_S, UNAVAILABLE, Event, Heartbeat, StepCommand, Stop, ToRank
+from ringattn.launch.serve.grammar import GrammarError
+from ringattn.launch.serve.messages import BEAT_S, GRAMMAR, UNAVAILABLE, Event, Heartbeat, StepCommand, Stop, ToRank
 from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.scheduler import AnswerRequest, ScheduledStep, Scheduler, apply_changes
 
 STATE_S = 0.2  # maximum age of a busy server's state in seconds
 WINDOW_S = 5.0  # seconds over which speeds are averaged
+MASK_THREADS = 2  # threads that compute the masks of grammars
 
 
 @dataclass
@@ -42,6 +45,9 @@ class Engine:
         self._wake = threading.Condition()
         self._submitted: list[AnswerRequest] = []
         self._cancelled: list[tuple[int, bool]] = []
+        self._failed: list[Event] = []  # failures of running requests, which the loop has not handled
+        self._resumed = False  # whether a request that waited for its mask goes on
+        self._mask_threads = ThreadPoolExecutor(MASK_THREADS, "masks")  # which start with the first grammar
         self._open: set[int] = set()
         self.closed: str | None = None  # reason why no requests are accepted
         self._stop_deadline: float | None = None  # when running requests are ended
@@ -115,26 +121,31 @@ class Engine:
                     events += self._end(step)
             busy = plan is not None or before is not None
             before = started if self.runner.ahead else None
+            running = bool(self.scheduler.running)  # without a step all of them wait for masks
             # with the end of the last answer comes the state after it
-            self._deliver(events, self._update_state(force=not (busy and self.scheduler.running)))
+            self._deliver(events, self._update_state(force=not running))
             if busy:
                 continue
-            if self._stop_deadline is not None and not self._submitted:
+            stopping = self._stop_deadline is not None and not running
+            if stopping and not self._submitted:
                 break
             with self._wake:
-                if not (self._submitted or self._cancelled or self._stop_deadline is not None):
+                if not (self._submitted or self._cancelled or self._failed or self._resumed or stopping):
                     self._wake.wait(BEAT_S)
             self.broadcast(Heartbeat())
+        self._mask_threads.shutdown(wait=False)
 
     def _take(self) -> list[Event]:
         """Handle requests, cancellations, deadlines and the shutdown since the last step."""
         with self._wake:
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, []
+            events, self._failed = self._failed, []
+            self._resumed = False
         self.scheduler.add(submitted)
-        for request_id, keep in cancelled:
+        for request_id, keep in (*cancelled, *((event.request_id, True) for event in events)):
             self.scheduler.remove(request_id, keep)
-        events = self.scheduler.remove_expired(time.monotonic())
+        events += self.scheduler.remove_expired(time.monotonic())
         if self._stop_deadline is not None:
             # one that was preempted has begun its answer
             out = [request for request in self.scheduler.waiting if not request.preempted]
@@ -174,7 +185,29 @@ class Engine:
         self._ended = ended
         self._generated += len(chosen)
         self._recent.append((ended, len(plan.tokens) - plan.answers, len(chosen)))
-        return self.scheduler.record(plan, chosen, scores)
+        events = self.scheduler.record(plan, chosen, scores)
+        for event in events:
+            request = self.scheduler.running.get(event.request_id)
+            if request is not None and request.constrained and event.token is not None:
+                self._mask_threads.submit(self._advance, request, event.token)
+        return events
+
+    def _advance(self, request: AnswerRequest, token: int) -> None:
+        """Compute the mask of an answer after one more token, in a thread (Note [Grammars] of grammar.py)."""
+        assert request.sampling is not None, "it has a grammar"
+        assert request.sampling.grammar is not None, "it has a grammar"
+        failure = None
+        try:
+            request.sampling.grammar.advance(token)
+        except GrammarError as error:
+            what = f"the grammar must allow a next token within its limits, got {error}; ask for a simpler one"
+            failure = Event(request.id, failure=(400, what, GRAMMAR))
+        with self._wake:
+            if failure is None:
+                request.waits, self._resumed = False, True
+            elif request.id in self._open:
+                self._failed.append(failure)
+            self._wake.notify()
 
     def _deliver(self, events: list[Event], state: dict[str, Any] | None) -> None:
         with self._wake:

@@ -23,12 +23,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import zmq
 
 from ringattn.launch.serve import messages
 from ringattn.launch.serve.engine import Engine
+from ringattn.launch.serve.grammar import GrammarCompiler, GrammarError
 from ringattn.launch.serve.scheduler import AnswerRequest
 
 MODULE = "ringattn.launch.serve.http.process"
@@ -38,6 +40,7 @@ UNREAD_S = 30.0  # seconds in which a client takes nothing of what is sent, afte
 MAX_QUEUED = 2**15
 """Maximum of messages that wait for the HTTP process; one has the tokens of a step, half a KiB for 64 answers."""
 START_S = 60.0  # seconds that the HTTP process may take at least to be ready: it loads tokenizers and packages
+COMPILE_THREADS = 2  # threads that compile grammars
 CHECK_S = 1.0  # seconds between checks for heartbeats that are missing
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -108,15 +111,27 @@ class EngineServer:
         link: Socket that closes with the other process.
         lost: Called, in a thread, with a message when the other process is gone or silent.
         timeout_s: Seconds without a heartbeat after which it counts as lost, once it is ready.
+        compiler: Of the grammars of requests; None where the other process refuses all.
     """
 
     def __init__(
-        self, engine: Engine, folder: str, link: socket.socket, name: str, lost: Callable[[str], None], timeout_s: float
+        self,
+        engine: Engine,
+        folder: str,
+        link: socket.socket,
+        name: str,
+        lost: Callable[[str], None],
+        timeout_s: float,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         self._engine, self._link, self._name, self._lost = engine, link, name, lost
         self._timeout, self._start_timeout = timeout_s, max(timeout_s, START_S)
         self._ready, self._closing = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # a socket is used by one thread at a time
+        self._compiler = compiler
+        self._compile_threads = ThreadPoolExecutor(COMPILE_THREADS, "grammars")  # which start with the first grammar
+        self._compiling: set[int] = set()  # requests whose grammar is being compiled
+        self._compiling_lock = threading.Lock()
         self._push = messages.send_to(folder, "http", MAX_QUEUED)
         self._pull = messages.receive_at(folder, "engine")
         engine.deliver = self._deliver
@@ -173,12 +188,40 @@ class EngineServer:
 
     def _handle(self, data: bytes) -> None:
         message = messages.decode_to_engine(data)
-        if isinstance(message, messages.Submit):
+        if isinstance(message, messages.Submit) and message.grammar:
+            with self._compiling_lock:
+                self._compiling.update(new.id for new in message.requests)
+            self._compile_threads.submit(self._submit_compiled, message)
+        elif isinstance(message, messages.Submit):
             self._engine.submit(requests_of(message))
         elif isinstance(message, messages.Cancel):
-            self._engine.cancel(message.request_id, message.keep)
+            with self._compiling_lock:
+                if message.request_id in self._compiling:
+                    self._compiling.discard(message.request_id)
+                else:
+                    self._engine.cancel(message.request_id, message.keep)
         elif isinstance(message, messages.Ready):
             self._ready.set()
+
+    def _submit_compiled(self, message: messages.Submit) -> None:
+        """Compile the grammar of requests, in a thread, and submit those that were not cancelled meanwhile."""
+        assert self._compiler is not None, "the HTTP process refuses grammars where there is no compiler"
+        requests = requests_of(message)
+        try:
+            grammar = self._compiler.compile(message.grammar)
+            for request in requests:
+                assert request.sampling is not None, "a request over HTTP has options"
+                request.sampling.grammar = grammar.copy()
+            failure = None
+        except GrammarError as error:
+            failure = 400, f"the grammar must compile, got {error}", messages.GRAMMAR
+        with self._compiling_lock:
+            requests = [request for request in requests if request.id in self._compiling]
+            self._compiling.difference_update(request.id for request in requests)
+            if failure is None:
+                self._engine.submit(requests)
+        if failure is not None:
+            self._deliver([messages.Event(request.id, failure=failure) for request in requests], None)
 
     def _lose(self, problem: str) -> None:
         if not self._closing.is_set():

@@ -16,8 +16,8 @@ from ringattn.launch.serve.sampling import Logprob, Sampling
 
 BEAT_S = 1.0  # seconds between heartbeats of a process, and between messages to idle ranks, whose waits have a timeout
 LINGER_MS = 5000  # milliseconds in which a message that was sent may leave after its socket was closed
-UNAVAILABLE, TIME_LIMIT, NOT_FINITE = "unavailable", "time_limit", "not_finite"
-"""Codes of failures: of the server, of a request that took too long, of one whose logits are NaN."""
+UNAVAILABLE, TIME_LIMIT, NOT_FINITE, GRAMMAR = "unavailable", "time_limit", "not_finite", "invalid_grammar"
+"""Codes of failures: of the server, of a request that took too long, whose logits are NaN, or whose grammar is too complex."""
 RETRY_MS = 10  # milliseconds between attempts to connect to a receiver that is not there yet
 
 
@@ -66,6 +66,7 @@ class Submit(msgspec.Struct, tag=True):
     prompts: list[Prompt]
     requests: list[NewRequest]
     arrived: float = 0.0  # when they came, on the monotonic clock of the machine; 0: just now
+    grammar: str = ""  # that their answers follow (`Grammar.text`); "" for none
 
 
 class Cancel(msgspec.Struct, tag=True):

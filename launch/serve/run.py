@@ -40,6 +40,8 @@ from ringattn.launch.serve.config import (
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
 from ringattn.launch.serve.kept_prefixes import KeptPrefixes
+from ringattn.launch.serve.grammar import make_compiler
+from ringattn.launch.serve.http.chat_format import chat_format
 from ringattn.launch.serve.messages import Settings, Stop
 from ringattn.launch.serve.model_runner import ModelRunner
 from ringattn.launch.serve.models import (
@@ -150,6 +152,7 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
         if planned:
             session.say(planned)
         served = load_model(args, session.device)
+        chat_format(args, served.tokenizer)
     except Refusal as error:
         problem = str(error)
     except (ValueError, OSError, ImportError) as error:
@@ -227,7 +230,8 @@ def _serve(
         args = dataclasses.replace(args, default_tokens=RANDOM_TOKENS)
     about = _server_info(args, session, served, model_runner)
     recipe, defaults = served.tokenizer.recipe, served.defaults
-    server = EngineServer(engine, process.folder, process.link, process.name, fatal_exit, args.timeout)
+    link, compiler = (process.folder, process.link, process.name), make_compiler(served.tokenizer)
+    server = EngineServer(engine, *link, fatal_exit, args.timeout, compiler)
     server.start(Settings(served.name, recipe, args, length, engine.state(), about, defaults))
     print(f"cache: {describe_cache(model_runner.cache)}", flush=True)
     if model_runner.host_slots:

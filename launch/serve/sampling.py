@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits, in plain torch: penalties, biases, temperature, top-k, top-p, min-p, seeds and logprobs.
+"""Sampling of tokens from logits, in plain torch: penalties, biases, masks, temperature, top-k, top-p, min-p, seeds, logprobs.
 
 Legend: b rows, vocab.
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.constants import LOG2E
+from ringattn.launch.serve.grammar import TokenGrammar
 
 MIN_TEMPERATURE = 1e-6  # temperatures below it choose the same, and might be 0 in fp32
 ONE = 2.0**40  # the weight of the likeliest token
@@ -48,7 +49,8 @@ class Logprob(msgspec.Struct, array_like=True, frozen=True):
 class Sampling(msgspec.Struct, array_like=True, dict=True):
     """Sampling options of one answer, and its state: the numbers drawn and the tokens counted so far.
 
-    logit_bias, then repetition_penalty, then frequency_penalty and presence_penalty change the logits, also at temperature 0.
+    logit_bias, then repetition_penalty, then frequency_penalty and presence_penalty change the logits, also at temperature 0;
+    the mask of `grammar` follows.
     Temperature, top_k, top_p and min_p follow if a token is drawn; each sees the tokens that the one before it kept. This is the
     order of transformers, with vLLM's meaning and place of frequency_penalty and presence_penalty.
     """
@@ -72,6 +74,7 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
             self.seed = hex(self.seed)
         self._hash = hashlib.blake2b((self.seed or secrets.token_hex()).encode(), digest_size=8)
         self._num_drawn = self._num_sampled = 0
+        self.grammar: TokenGrammar | None = None  # of the answer; its mask is that of the next token
         # on the device, from the first token on
         self.counted: Tensor | None = None
         self._biases: tuple[Tensor, Tensor] | None = None
@@ -163,7 +166,8 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequen
     device = logits.device
     counted = [row for row, sampling in enumerate(samplings) if sampling.penalized]
     x = logits
-    if counted or any(sampling.biased for sampling in samplings):
+    masked = [row for row, sampling in enumerate(samplings) if sampling.grammar is not None]
+    if counted or masked or any(sampling.biased for sampling in samplings):
         x = logits.to(torch.float32, copy=True)
         _add_biases_(x, samplings)
     at = counts = None
@@ -172,6 +176,9 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequen
         counts = torch.stack([samplings[row].counts(prompts[row], x) for row in counted])
         options = [(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in samplings]
         x[at] = penalize(x[at], counts, to_device([options[row] for row in counted], torch.float32, device))
+    if masked:
+        masks = [one.grammar.mask for one in samplings if one.grammar is not None]
+        mask_(x, to_device(masked, torch.int64, device), _upload(torch.stack(masks), device))
     settings = truncated = None
     if any(sampling.temperature > 0 for sampling in samplings):
         settings = to_device([sampling.draw_settings() for sampling in samplings], torch.float64, device)
@@ -258,6 +265,18 @@ def penalize(x: Tensor, counts: Tensor, options: Tensor) -> Tensor:
     return x - frequency * times - presence * (times > 0)
 
 
+def mask_(x: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Set the logits of tokens without a bit to minus infinity, in rows of x, `b vocab`.
+
+    Args:
+        x: Logits.
+        rows: Rows that have a mask, `r` int64.
+        masks: Their bits, `r ceil(vocab / 8)` uint8, the first token in the lowest bit.
+    """
+    bits = masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=x.device) & 1
+    x[rows] = x[rows].masked_fill(bits.flatten(1)[:, : x.shape[1]] == 0, -math.inf)
+
+
 def score(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     """Return of each row the logprob of its token, those of the `most` likeliest, and these tokens: `b (1 + 2 most)` fp64."""
     x = logits.float()
@@ -286,8 +305,11 @@ def _add_biases_(x: Tensor, samplings: Sequence[Sampling]) -> None:
 
 def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers on a device, in stream order."""
-    found = torch.tensor(values, dtype=dtype)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    return _upload(torch.tensor(values, dtype=dtype), device)
+
+
+def _upload(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def _to_host(x: Tensor) -> Tensor:

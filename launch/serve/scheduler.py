@@ -91,12 +91,12 @@ class AnswerRequest:
     # the logits of all rows, a cached prefix has none.
     score_prompt: bool = False
     arrived: float = 0.0  # time at which it came; 0: when the engine gets it
+    # whether its next token has to wait for the mask of its grammar (Note [Grammars] of grammar.py)
+    waits: bool = False
     tokens: list[int] = field(default_factory=list)  # the prompt and the answer so far
     order: int = -1  # its place among all requests by arrival
     cache_id: int = -1  # -1 while it waits
-    prefill_length: int = (
-        0  # tokens that it computes as a prompt: the prompt, after a preemption also the answer so far
-    )
+    prefill_length: int = 0  # tokens that it computes as a prompt: after a preemption also the answer so far
     reserved: int = 0  # tokens that pages are reserved for
     num_computed: int = 0  # tokens that are in the cache, or in a step that was planned
     num_cached: int = 0  # tokens of the prompt that were in the cache at its first admission
@@ -108,6 +108,11 @@ class AnswerRequest:
     unrecorded: int = 0  # steps with tokens of it that were planned and not recorded
     pending: int = 0  # tokens that are being sampled: of these steps
     output_index: int = -1  # index of the last of them among the tokens that its step samples
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar decides which tokens may be sampled."""
+        return self.sampling is not None and self.sampling.grammar is not None
 
     @property
     def max_length(self) -> int:
@@ -147,6 +152,7 @@ class ScheduledStep(StepCommand, tag=StepCommand.__name__, dict=True):
             request.unrecorded += 1
             request.pending += 1
             request.output_index = place
+            request.waits = request.constrained
 
     def add_prompt(self, request: AnswerRequest, count: int) -> None:
         """Add the next tokens of a prompt."""
@@ -164,6 +170,7 @@ class ScheduledStep(StepCommand, tag=StepCommand.__name__, dict=True):
         request.unrecorded += 1
         if not request.missing:
             request.pending, request.output_index = request.pending + 1, len(self.wanted)
+            request.waits = request.constrained
             self.wanted.append(len(self.requests) - 1)
 
 
@@ -266,7 +273,7 @@ class Scheduler:
                 loading.append(request)
             elif request.num_computed < request.prefill_length:
                 prompts.append(request)
-            elif len(request.tokens) + request.pending < len(request.prompt) + request.max_tokens:
+            elif not request.waits and len(request.tokens) + request.pending < len(request.prompt) + request.max_tokens:
                 answers.append(request)
         short, long = self._split_by_length(prompts)
         mixed = self._split_mixed(answers, short)
@@ -301,7 +308,7 @@ class Scheduler:
     def may_prefill_next(self) -> bool:
         """Whether the next step may be prefill around the ring, as far as is known without planning it."""
         running = self.running.values()
-        if not self._decoded and any(not request.missing and request.has_more for request in running):
+        if not self._decoded and any(not (one.missing or one.waits) and one.has_more for one in running):
             return False
         candidates = [request for request in running if request.missing and not request.loads]
         if len(running) < self.max_running:

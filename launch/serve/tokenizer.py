@@ -16,7 +16,8 @@ REPLACEMENT = "\ufffd"  # stands for bytes that are not valid text, or not yet
 MAX_COMPOSED = 3
 """Bytes of text for one byte of its composed form (NFC): 9 of three Hangul letters are 3 of their syllable."""
 
-Message = dict[str, str]
+Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]] | None  # tools of a chat, as OpenAI writes them
 
 
 class ChatTemplateError(ValueError):
@@ -36,10 +37,17 @@ def check_text(text: str, most: int | None, max_token_bytes: int | None) -> None
 
 
 class ByteTokenizer:
-    """A tokenizer without files: a token is a byte, one more ends an answer, and those above have no text."""
+    """A tokenizer without files: a token is a byte, one more ends an answer, and those above have no text.
+
+    Attributes:
+        template: The text of its chat template: it has none.
+        special_texts: Texts of special tokens, which `decode` leaves out: it has none.
+    """
 
     END = 256
     MIN_VOCAB = 257
+    template = ""
+    special_texts: Mapping[int, str] = {}
 
     def __init__(self, vocab_size: int = MIN_VOCAB) -> None:
         self.stops = frozenset([self.END])
@@ -51,8 +59,12 @@ class ByteTokenizer:
         check_text(text, most, 1)
         return list(text.encode())
 
-    def chat(self, messages: Sequence[Message], most: int | None = None, /, **options: Any) -> list[int]:
-        """Return one line for each message; raises ChatTemplateError for options, which belong to templates."""
+    def chat(
+        self, messages: Sequence[Message], most: int | None = None, tools: Tools = None, /, **options: Any
+    ) -> list[int]:
+        """Return one line for each message; raises ChatTemplateError for tools and options, which belong to templates."""
+        if tools:
+            raise ChatTemplateError("tools must be left out for tokens of bytes, whose chats have no template")
         if options:
             raise ChatTemplateError(f"chat_template_kwargs must be left out for tokens of bytes, got {sorted(options)}")
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
@@ -74,6 +86,10 @@ class PretrainedTokenizer:
         folder: Only files there are read, and no code in them is run.
         stops: Tokens that end an answer, besides the tokenizer's own.
         template: Chat template in place of the tokenizer's own.
+
+    Attributes:
+        template: The text of the chat template, or of all if it has several.
+        special_texts: Texts of special tokens, which `decode` leaves out.
     """
 
     def __init__(self, folder: Path, stops: frozenset[int], vocab_size: int, template: str | None = None) -> None:
@@ -84,6 +100,9 @@ class PretrainedTokenizer:
         self.inner: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         if template is not None:
             self.inner.chat_template = template
+        self.template = str(self.inner.chat_template or "")
+        added = self.inner.added_tokens_decoder
+        self.special_texts: Mapping[int, str] = {name: token.content for name, token in added.items() if token.special}
         own = self.inner.eos_token_id
         self.stops = stops | ({own} if isinstance(own, int) else frozenset())
         self.vocab_size = vocab_size
@@ -111,10 +130,16 @@ class PretrainedTokenizer:
         with self._lock:
             return list(self.inner(text, add_special_tokens=special)["input_ids"])
 
-    def chat(self, messages: Sequence[Message], most: int | None = None, /, **options: Any) -> list[int]:
+    def definition(self) -> str | None:
+        """Return the JSON of the tokenizer, without limits of length; None if it is none of the tokenizers library."""
+        return None if self._encoder is None else self._encoder.to_str()
+
+    def chat(
+        self, messages: Sequence[Message], most: int | None = None, tools: Tools = None, /, **options: Any
+    ) -> list[int]:
         """Return the tokens of the model's chat template, which transformers renders in a sandbox; see `encode`.
 
-        Raises ChatTemplateError if there is no template, or it does not take the messages or options.
+        Raises ChatTemplateError if there is no template, or it does not take the messages, tools or options.
 
         Args:
             options: Variables of the template. One that it does not read is refused, and so are arguments of transformers.
@@ -125,19 +150,27 @@ class PretrainedTokenizer:
             raise ChatTemplateError(
                 "the model must have a chat template to chat, got none in its folder; use /v1/completions"
             )
-        own, template = inspect.signature(self.inner.apply_chat_template).parameters, str(self.inner.chat_template)
-        if wrong := [name for name in options if name in own or not re.search(rf"\b{re.escape(name)}\b", template)]:
+        own = inspect.signature(self.inner.apply_chat_template).parameters
+        if wrong := [name for name in options if name in own or not self.template_reads(name)]:
             raise ChatTemplateError(
                 f"chat_template_kwargs must be variables that the chat template reads, got {wrong[0]!r}"
             )
+        if tools:
+            if not self.template_reads("tools"):
+                raise ChatTemplateError("tools must be left out for a model whose chat template does not read them")
+            options["tools"] = list(tools)
         try:
             text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ChatTemplateError(f"messages must be such as the model's chat template takes, got: {error}") from None
         return self._encode(text, most, False)
 
+    def template_reads(self, name: str) -> bool:
+        """Return whether the chat template has a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
+
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
+        """Return the text of tokens, without special ones."""
         if self._decoder is not None:
             return self._decoder.decode(list(tokens), skip_special_tokens=True)
         return self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)

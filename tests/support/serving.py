@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.engine import Engine
 from ringattn.launch.serve.engine_server import BACKLOG, EngineServer, bind
+from ringattn.launch.serve.grammar import make_compiler
 from ringattn.launch.serve.http.app import make_app, server_config
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.messages import (
@@ -168,16 +169,25 @@ def make_engine(runner: Any, scheduler: Scheduler, time_limit_s: float = 60.0) -
 
 
 class Letters:
-    """A tokenizer for `FakeRunner`: a token is a character, STOP ends an answer."""
+    """A tokenizer for `FakeRunner`: a token is a character, STOP ends an answer.
+
+    Attributes:
+        template: Of chats, as far as the server reads formats in it.
+        special_texts: Texts of tokens that `decode` leaves out.
+    """
 
     stops = frozenset([STOP])
     vocab_size = VOCAB
+    template = ""
+    special_texts: Mapping[int, str] = {}
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         check_text(text, most, 2)  # an umlaut
         return list(text.encode("latin-1"))
 
-    def chat(self, messages: Sequence[dict[str, str]], most: int | None = None, /, **options: Any) -> list[int]:
+    def chat(
+        self, messages: Sequence[dict[str, Any]], most: int | None = None, tools: Any = None, /, **options: Any
+    ) -> list[int]:
         if messages[0]["content"] == "refuse":
             raise ChatTemplateError("the template refuses")
         lines = [f"<{message['role']}>{message['content']}" for message in messages]
@@ -185,6 +195,9 @@ class Letters:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("latin-1")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]).decode("latin-1").encode()
 
 
 def text_of(prompt: str, max_tokens: int) -> str:
@@ -199,9 +212,11 @@ class Link:
         folder: Of the sockets.
         engine: The engine's end of the socket that ends with a process.
         http: The other end.
+        tokenizer: Of the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.tokenizer: Any = tokenizer or Letters()
         self._folder = tempfile.TemporaryDirectory(prefix="ringattn-")
         self.folder = self._folder.name
         self.engine, self.http = socket.socketpair()
@@ -211,7 +226,7 @@ class Link:
         return EngineClient(pull, push, self.http, max_requests, state)
 
     def server(self, engine: Engine, name: str, lost: Callable[[str], None], timeout_s: float) -> EngineServer:
-        return EngineServer(engine, self.folder, self.engine, name, lost, timeout_s)
+        return EngineServer(engine, self.folder, self.engine, name, lost, timeout_s, make_compiler(self.tokenizer))
 
     def close(self) -> None:
         self.engine.close()
@@ -239,12 +254,13 @@ class FakeServer:
         about: dict[str, Any] | None = None,
         defaults: dict[str, float] | None = None,
         timeout_s: float = 60.0,
+        tokenizer: Any = None,
         **flags: Any,
     ) -> None:
         scheduler = Scheduler(runner.allocator, chunk=64, max_running=running)
         self.runner = runner
         self.engine = make_engine(runner, scheduler, time_limit_s)
-        self.link = Link()
+        self.link = Link(tokenizer)
         self.lost: list[str] = []
         self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, timeout_s)
         allocator, state = runner.allocator, self.engine.state()
@@ -252,13 +268,12 @@ class FakeServer:
         args = ServeArgs("fake", host=host, page_size=allocator.page_size, **sizes, **flags)
         tokens = allocator.pages * allocator.world_size * allocator.page_size
         client = self.link.client(args.max_requests, state)
-        tokenizer: Any = Letters()
         settings = Settings("fake", {}, args, min(length or tokens, tokens), state, about or {}, defaults or {})
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)
         self.port: int = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._http = uvicorn.Server(server_config(make_app(client, tokenizer, settings), args, client))
+        self._http = uvicorn.Server(server_config(make_app(client, self.link.tokenizer, settings), args, client))
         self._http_thread = threading.Thread(target=self._http.run, args=([listening],), daemon=True)
         self._http_thread.start()
         while not self._http.started:

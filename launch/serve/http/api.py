@@ -15,10 +15,24 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ringattn.inference.block_table import MAX_REQUEST_TOKENS
+from ringattn.launch.serve.http.answer_parser import AnswerParser
 from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings, text_alone
+from ringattn.launch.serve.http.fields import (
+    MAX_TOOLS,
+    Int,
+    NamedTool,
+    RequestError,
+    ResponseFormat,
+    Strict,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+    answer_part,
+    ascii_only,
+)
 from ringattn.launch.serve.messages import Event
 from ringattn.launch.serve.sampling import Logprob, Sampling
 from ringattn.launch.serve.tokenizer import REPLACEMENT, Tokenizer
@@ -31,76 +45,33 @@ MAX_NAMED = 1024  # maximum of tokens in `logit_bias` or `stop_token_ids`
 
 FIELD = re.compile("(?!(str|int|float|bool)$)\\w+")
 
-_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
-
 _SAMPLING = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty min_tokens".split()
 """Fields that `Sampling` has as they are."""
 
 _to_json = msgspec.json.Encoder().encode
 
 
-class RequestError(Exception):
-    """An error that a request gets instead of an answer: HTTP status, message, the field that it is about, and OpenAI's code."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    def body(self) -> dict[str, Any]:
-        """Return the body in OpenAI's format."""
-        kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def _integral(value: Any) -> Any:
-    """Return a float without a fraction, which some clients send for an integer, as one."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Int = Annotated[int, BeforeValidator(_integral)]
 Count = Annotated[Int, Field(ge=1, le=MAX_REQUEST_TOKENS)]
 Token = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields that are not served, and their values that ask for nothing, which clients send unasked."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, fields: Any) -> Any:
-        """Drop fields that ask for nothing: null ones, which some clients send for absent ones, and those of `neutral`."""
-        if not isinstance(fields, dict):
-            return fields
-        neutral = cls.neutral
-        return {
-            name: value
-            for name, value in fields.items()
-            if value is not None and (name not in neutral or value not in neutral[name])
-        }
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of a stream: whether its last chunk, and whether each chunk, has the usage."""
 
-    neutral = {"include_obfuscation": (False,)}
+    neutral: ClassVar[dict[str, Any]] = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class _Body(_Strict):
+class _Body(Strict):
     """Fields of both kinds of request."""
 
-    neutral = {
+    neutral: ClassVar[dict[str, Any]] = {
         "store": (False,),
         "service_tier": ("auto", "default"),
-        "reasoning_effort": ("none", "medium"),  # both are defaults of OpenAI's models
         "verbosity": ("medium",),
-        "response_format": ({"type": "text"},),
         # defaults of vLLM
         "use_beam_search": (False,),
         "length_penalty": (1,),
@@ -111,6 +82,26 @@ class _Body(_Strict):
         "bad_words": ([],),
         "return_tokens_as_token_ids": (False,),
         "priority": (0,),
+    }
+
+    refused: ClassVar[dict[str, Any]] = {
+        **dict.fromkeys(
+            ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            'pass structured_outputs, such as {"json": ...}, {"regex": ...}, {"choice": ...} or {"grammar": ...}',
+        ),
+        **dict.fromkeys(
+            ("regex", "ebnf", "json_schema"),
+            'pass structured_outputs, such as {"regex": ...}, {"grammar": ...} or {"json": ...}',
+        ),
+        **dict.fromkeys(
+            ("lora_path", "lora_request"),
+            "adapters are merged when the server starts: start one with --adapter for each adapter",
+        ),
+        **dict.fromkeys(
+            ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_request_id"),
+            "prefill and decode share the ranks of one server; send the whole request to it",
+        ),
+        "mm_processor_kwargs": "only text is served",
     }
 
     model: str | None = None
@@ -132,7 +123,6 @@ class _Body(_Strict):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    parallel_tool_calls: bool | None = None  # of no tools
     # not OpenAI's, with vLLM's names
     ignore_eos: bool = False
     return_token_ids: bool = False
@@ -141,6 +131,27 @@ class _Body(_Strict):
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     stop_token_ids: list[Int] = Field([], max_length=MAX_NAMED)
+    # the format of answers: OpenAI's field, and vLLM's
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _check_grammar(self) -> _Body:
+        if self.answer_part is not None:
+            self.check_free()
+        return self
+
+    @property
+    def answer_part(self) -> tuple[str, Any] | None:
+        """Kind and definition of the grammar of the answer (`Grammar.parts`); None for any text."""
+        return answer_part(self.response_format, self.structured_outputs)
+
+    def check_free(self) -> None:
+        """Raise RequestError for options that contradict a grammar, which decides where an answer ends."""
+        for name, value in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
+            if value:
+                what = f"{name} must be left out where a format or a call is required, got {value}"
+                raise RequestError(400, what, name)
 
     @model_validator(mode="after")
     def _check_stream(self) -> _Body:
@@ -177,7 +188,13 @@ class _Body(_Strict):
 class Completion(_Body):
     """The body of /v1/completions."""
 
-    neutral = {**_Body.neutral, "suffix": ("",), "add_special_tokens": (True,)}
+    neutral: ClassVar[dict[str, Any]] = {
+        **_Body.neutral,
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+        "reasoning_effort": ("none", "medium"),  # both are defaults of OpenAI's models
+        "parallel_tool_calls": (True, False),  # of no tools
+    }
 
     prompt: Any
     max_tokens: Int | None = Field(None, ge=0, le=MAX_REQUEST_TOKENS)  # 0: the prompt alone, with echo
@@ -208,24 +225,27 @@ class Completion(_Body):
         raise RequestError(400, what, "prompt")
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A part of a message: text only."""
 
-    neutral = {"type": ("text",), "annotations": ([],)}
+    neutral: ClassVar[dict[str, Any]] = {"type": ("text",), "annotations": ([],)}
 
     text: str
 
 
-class Message(_Strict):
+class Message(Strict):
     """A message of a chat. Fields of answers, which clients send back, may be there with nothing in them."""
 
-    neutral = {"type": ("text",), "tool_calls": ([],), "annotations": ([],), "refusal": ("",)}
+    neutral: ClassVar[dict[str, Any]] = {"type": ("text",), "annotations": ([],), "refusal": ("",)}
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
     # for the chat template
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
+    tool_calls: list[ToolCall] = Field([], max_length=MAX_TOOLS)
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -233,31 +253,36 @@ class Message(_Strict):
         """Name what is asked for and not served."""
         if not isinstance(fields, dict):
             return fields
-        if fields.get("role") in ("tool", "function") or fields.get("tool_calls"):
-            raise ValueError("tools are not supported; leave out their calls and results")
+        if fields.get("tool_calls") and fields.get("role") != "assistant":
+            raise ValueError("tool_calls must be of an assistant; leave them out of other messages")
+        if (fields.get("tool_call_id") is not None) != (fields.get("role") == "tool"):
+            raise ValueError("tool_call_id must be there where role is 'tool', only")
         parts = fields.get("content")
         for part in parts if isinstance(parts, list) else ():
             if isinstance(part, dict) and (kind := part.get("type", "text")) != "text":
-                raise ValueError(f"content must be text, got a part of type {str(kind)[:50]!r}; only text is supported")
+                what = f"content must be text, got a part of type {str(kind)[:50]!r}; only text is supported"
+                raise ValueError(f"{what}: leave it out, or describe it in words")
         if parts is None and fields.get("role") != "assistant":
             raise ValueError("content must be text, got none; only that of an assistant may be null")
         return fields
 
-    def template_message(self) -> dict[str, str]:
+    def template_message(self) -> dict[str, Any]:
         """Return the message for a chat template."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        further = {"name": self.name, "reasoning_content": self.reasoning_content}
+        thought = self.reasoning_content or self.reasoning
+        # `thinking`: the name in the template of GPT-OSS
+        further: dict[str, Any] = {"name": self.name, "reasoning_content": thought, "thinking": thought}
+        further["tool_call_id"] = self.tool_call_id
+        further["tool_calls"] = [call.template_call() for call in self.tool_calls] or None
         return message | {name: value for name, value in further.items() if value is not None}
 
 
 class Chat(_Body):
     """The body of /v1/chat/completions."""
 
-    neutral = {
+    neutral: ClassVar[dict[str, Any]] = {
         **_Body.neutral,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),  # of no tools
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -267,14 +292,23 @@ class Chat(_Body):
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         "add_special_tokens": (False,),
-        "include_reasoning": (True,),
+    }
+    refused: ClassVar[dict[str, Any]] = {
+        **_Body.refused,
+        "functions": "pass them as tools",
+        "function_call": "pass tool_choice",
     }
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] = {}  # vLLM's name for variables of the chat template
+    chat_template_kwargs: dict[str, Any] = Field({})  # vLLM's name for variables of the chat template
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Annotated[str, Field(max_length=50)] | None = None
+    include_reasoning: bool = True  # vLLM's name
 
     @model_validator(mode="after")
     def _check_fields(self) -> Chat:
@@ -282,7 +316,34 @@ class Chat(_Body):
             raise RequestError(400, "top_logprobs must be left out when logprobs is not true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise RequestError(400, "max_tokens must be left out beside max_completion_tokens", "max_tokens")
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise RequestError(400, f"tools must have different names, got {twice[0]!r} twice", "tools")
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if wanted is not None and wanted not in names:
+            raise RequestError(400, f"tool_choice must name one of tools, got {wanted!r}", "tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise RequestError(400, "tool_choice must be 'auto' or 'none' without tools, got 'required'", "tool_choice")
+        if self.must_call:
+            self.check_free()
+            if self.answer_part is not None:
+                what = "response_format must be left out where tool_choice requires a call, which has its own format"
+                raise RequestError(400, what, "response_format")
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether there are tools to call, or messages with calls or their results."""
+        called = bool(self.tools) and self.tool_choice != "none"
+        return called or any(one.tool_calls or one.role == "tool" for one in self.messages)
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -312,11 +373,6 @@ def read_body(kind: type[Chat] | type[Completion], data: bytes | bytearray) -> C
         raise RequestError(400, f"{where}: {what}"[:500], where) from None
 
 
-def ascii_only(text: str) -> str:
-    """Return a text that every client can decode."""
-    return text.encode("ascii", "backslashreplace").decode()
-
-
 ScoredToken = tuple[int, int, Logprob | None]  # a token, where it begins in the text, and its logprobs
 
 
@@ -332,6 +388,7 @@ class CompletionChoice:
     score_prompt: bool = False  # whether logprobs of the prompt come, which is echoed
     silent: bool = False  # whether it has no tokens: only its prompt is wanted
     min_tokens: int = 0  # tokens in whose text no stop string is looked for
+    parser: AnswerParser | None = None  # of its text, where that may be more than content
     finish: str | None = None
     length: int = 0  # characters of its tokens so far, with those that may yet begin a stop string
     num_cached: int = 0
@@ -367,12 +424,34 @@ class CompletionChoice:
             self.ids.append(event.token)
             if event.details is not None:
                 self.scored.append((event.token, len(self.echo) + self.length, event.details))
-            piece = self._before_stops(self._detokenizer.push(event.token))
+            piece = self._before_stops(self._text_of(event.token))
         if event.finish is not None:
             piece += self._before_stops(self._detokenizer.rest()) + self._stops.rest()
         self._texts.append(piece)
         self.finish = "stop" if self._stops.found else event.finish
         return piece
+
+    def parse(self, piece: str) -> list[dict[str, Any]]:
+        """Return the parts of a message that a piece of the text adds, as a stream has them (`AnswerParser`)."""
+        if self.parser is None:
+            return [{"content": piece}] if piece else []
+        deltas = self.parser.push(piece)
+        if self.parser.done:
+            self.finish = self.finish or "stop"
+        if self.finish is not None:
+            deltas += self.parser.end()
+            if self.finish == "stop" and self.parser.calls:
+                self.finish = "tool_calls"
+        return deltas
+
+    def message(self) -> dict[str, Any]:
+        """Return the message of an answer that has ended."""
+        return {"content": self.text} if self.parser is None else self.parser.message()
+
+    def _text_of(self, token: int) -> str:
+        """Return the text that is certain after a token; that of a special one where it means something to the parser."""
+        mark = None if self.parser is None else self.parser.marks.get(token)
+        return self._detokenizer.push(token) if mark is None else self._detokenizer.rest() + mark
 
     def _with_offsets(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield each token, and where it begins in their text."""
@@ -423,9 +502,12 @@ class ResponseWriter:
 
     def record(self, place: int, event: Event) -> bool:
         """Add an event of a choice; return whether the choice has ended, or raise RequestError if it has failed."""
-        self._choices[place].push(event)
+        choice = self._choices[place]
+        piece = choice.push(event)
+        if self._chat:
+            choice.parse(piece)
         self._encode(place)
-        return self._choices[place].finish is not None
+        return choice.finish is not None
 
     def whole(self) -> bytes:
         """Return the JSON of the answer at once."""
@@ -433,7 +515,7 @@ class ResponseWriter:
         for place, choice in enumerate(self._choices):
             body: dict[str, Any] = {"text": choice.echo + choice.text}
             if self._chat:
-                body = {"message": {"role": "assistant", "content": choice.text}}
+                body = {"message": {"role": "assistant", **choice.message()}}
             body |= {"token_ids": choice.ids} if self._with_ids else {}
             logprobs = self._take_logprobs(place)
             choices.append({"index": choice.index, **body, "logprobs": logprobs, "finish_reason": choice.finish})
@@ -456,11 +538,14 @@ class ResponseWriter:
                 self._add(place, {"text": choice.echo})
         scored = bool(choice.scored)
         self._encode(place)
-        if piece or scored or (len(choice.ids) > known and self._with_ids):
-            body: dict[str, Any] = {"delta": {"content": piece}} if self._chat else {"text": piece}
-            if self._with_ids:
-                body["token_ids"] = choice.ids[known:]
-            self._add(place, body)
+        bodies: list[dict[str, Any]] = [{"text": piece}] if piece else []
+        if self._chat:
+            bodies = [{"delta": delta} for delta in choice.parse(piece)]
+        if not bodies and (scored or (len(choice.ids) > known and self._with_ids)):
+            bodies = [{"delta": {"content": ""}} if self._chat else {"text": ""}]
+        for i, body in enumerate(bodies):
+            # tokens and logprobs belong to the first part that they bring
+            self._add(place, {**body, "token_ids": [] if i else choice.ids[known:]} if self._with_ids else body)
         if choice.finish is None:
             return False
         self._add(place, {"delta": {}} if self._chat else {"text": ""}, finish=choice.finish)

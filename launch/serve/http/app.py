@@ -26,10 +26,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ringattn.launch.serve.config import LOOPBACK, ServeArgs
-from ringattn.launch.serve.http.api import Chat, Completion, RequestError, ascii_only
+from ringattn.launch.serve.http.api import Chat, Completion
 from ringattn.launch.serve.http.completions import CompletionHandler, error_response
 from ringattn.launch.serve.http.connections import limit_connections
 from ringattn.launch.serve.http.engine_client import EngineClient
+from ringattn.launch.serve.http.fields import RequestError, ascii_only
 from ringattn.launch.serve.http.metrics import CONTENT_TYPE, Metrics
 from ringattn.launch.serve.messages import Settings
 from ringattn.launch.serve.tokenizer import Tokenizer
@@ -38,6 +39,18 @@ PAGE = Path(__file__).with_name("page.html")
 REQUEST_ID = re.compile(rb"[!-~]{1,200}")  # a request id that a client may choose: it comes back in the answer
 SINGLE_HEADERS = ("host", "authorization", "x-request-id")
 """Headers that may be sent once: of two, a proxy in front and this server may each obey another one."""
+REFUSED_PATHS = {
+    **dict.fromkeys(
+        ("/v1/embeddings", "/v1/rerank", "/v1/score", "/pooling"),
+        "embeddings and scores of texts are not served; use a server for embedding models",
+    ),
+    **dict.fromkeys(
+        ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        "adapters are merged when the server starts; start one with --adapter for each adapter",
+    ),
+    "/v1/responses": "only completions and chats are served; send /v1/chat/completions",
+}
+"""Paths that users of other servers may ask for, and what to do instead."""
 OPEN_PATHS = ("/", "/health")  # paths that need no key: the page by itself shows nothing
 
 
@@ -150,6 +163,15 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: Settings) -> 
     @app.post("/v1/chat/completions")
     async def chat(http_request: HttpRequest) -> Response:
         return await handler.answer(http_request, Chat)
+
+    def refuse(path: str) -> Any:
+        async def refused() -> Response:
+            raise RequestError(400, f"{path}: {REFUSED_PATHS[path]}", code="unsupported_path")
+
+        return refused
+
+    for path in REFUSED_PATHS:
+        app.post(path)(refuse(path))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def show_health() -> Response:

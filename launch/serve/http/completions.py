@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -16,20 +17,21 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from ringattn.launch.serve.grammar import NEEDED, Grammar, GrammarError, make_compiler
 from ringattn.launch.serve.http.api import (
     MAX_SCORES,
     Chat,
     Completion,
     CompletionChoice,
-    RequestError,
     ResponseWriter,
-    ascii_only,
     read_body,
     sse_line,
 )
+from ringattn.launch.serve.http.chat_format import chat_format
 from ringattn.launch.serve.http.engine_client import KEEP_ALIVE_S, EngineClient, OpenRequests
+from ringattn.launch.serve.http.fields import RequestError, ascii_only, plain_grammar
 from ringattn.launch.serve.http.metrics import Metrics
-from ringattn.launch.serve.messages import NOT_FINITE, TIME_LIMIT, NewRequest, Prompt, Settings, Submit, encode
+from ringattn.launch.serve.messages import GRAMMAR, NOT_FINITE, TIME_LIMIT, NewRequest, Prompt, Settings, Submit, encode
 from ringattn.launch.serve.prefix_cache import prefix_digests
 from ringattn.launch.serve.tokenizer import ChatTemplateError, TextTooLongError, Tokenizer
 
@@ -40,11 +42,30 @@ WAITING_BODIES = 2
 """Bodies of the largest size, or more smaller ones as long together, that may be received and tokenized at a time."""
 KEEP_ALIVE = b": keep-alive\n\n"  # comment in a stream
 MAX_ANSWERS = 1024  # answers of one request: prompts times choices
+GRAMMAR_THREADS = 2  # threads that compile grammars
+GRAMMAR_S = 20.0  # seconds in which a grammar must compile, its wait for those before it included
 COMPLETION_TOKENS = 16  # new tokens of a completion that does not say how many: OpenAI's default
 
 
-Prepared = tuple[bool, ResponseWriter, list[int], bytes]
-"""Whether an answer is a stream, its writer, the ids of its requests, and the message for the engine."""
+@dataclass(frozen=True)
+class Prepared:
+    """A request that was tokenized.
+
+    Attributes:
+        streams: Whether its answer is a stream.
+        writer: Of the answer.
+        ids: Of its requests.
+        submit: The message for the engine.
+        encoded: The message as bytes, if it is complete.
+        grammar: Of its answers, which is compiled before the message is complete.
+    """
+
+    streams: bool
+    writer: ResponseWriter
+    ids: list[int]
+    submit: Submit
+    encoded: bytes
+    grammar: Grammar | None
 
 
 class CancellableResponse(Response):
@@ -141,6 +162,8 @@ class CompletionHandler:
         self.names = settings.args.served_model_name or (settings.model,)
         self._tokenizer, self._args, self._max_length = tokenizer, settings.args, settings.length
         self._defaults = settings.defaults
+        self._format, self._compiler = chat_format(settings.args, tokenizer), make_compiler(tokenizer)
+        self._compiling = ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
         # threads: a long prompt must stop neither the event loop nor short prompts
         self._short, self._long = ThreadPoolExecutor(1, "short"), ThreadPoolExecutor(LONG_THREADS, "long")
         self._max_body = int(self._args.max_body_mib * 2**20)
@@ -149,7 +172,7 @@ class CompletionHandler:
 
     def close(self) -> None:
         """Tokenize no more requests."""
-        for threads in (self._short, self._long):
+        for threads in (self._short, self._long, self._compiling):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def model_card(self, name: str) -> dict[str, Any]:
@@ -179,9 +202,11 @@ class CompletionHandler:
         prepare.add_done_callback(body.release)
 
         async def work(scope: Scope, receive: Receive, send: Send) -> None:
-            streams, writer, ids, encoded = await self._tokenized(prepare, "messages" if kind is Chat else "prompt")
+            ready = await self._tokenized(prepare, "messages" if kind is Chat else "prompt")
+            streams, writer = ready.streams, ready.writer
+            encoded = ready.encoded if ready.grammar is None else await self._compiled(ready.submit, ready.grammar)
             take = writer.push if streams else writer.record
-            with OpenRequests(self.client, self.metrics, ids, encoded, take, arrived, each=streams) as requests:
+            with OpenRequests(self.client, self.metrics, ready.ids, encoded, take, arrived, each=streams) as requests:
                 # the last lines leave with the end: a write costs more than a line
                 end = await _stream(requests, writer, send) if streams else None
                 if end is None:
@@ -213,6 +238,49 @@ class CompletionHandler:
             what = f"{field} must fit into {self._max_length} tokens, got {error} or more"
             raise RequestError(400, what, field, "context_length_exceeded") from None
 
+    async def _compiled(self, submit: Submit, grammar: Grammar) -> bytes:
+        """Return the message for the engine with a grammar; raise RequestError if that does not compile, in time."""
+        compiler = self._compiler
+        if compiler is None:
+            raise RequestError(400, f"a required format or call {NEEDED}", code=GRAMMAR)
+
+        def compile_and_encode() -> bytes:
+            submit.grammar = grammar.text()
+            compiler.compile(submit.grammar)
+            return encode(submit)
+
+        compiled = asyncio.wrap_future(self._compiling.submit(compile_and_encode))
+        compiled.add_done_callback(lambda one: one.cancelled() or one.exception())
+        try:
+            done, _ = await asyncio.wait({compiled}, timeout=GRAMMAR_S)
+        finally:
+            compiled.cancel()
+        if not done:
+            what = f"the format of the answer must compile in {GRAMMAR_S:g} s, its wait for others included"
+            raise RequestError(503, f"{what}; ask for a simpler one, or try later", code=TIME_LIMIT)
+        try:
+            return compiled.result()
+        except GrammarError as error:
+            what = f"the format of the answer must compile, got: {ascii_only(str(error))}"
+            raise RequestError(400, what[:500], code=GRAMMAR) from None
+
+    def _chat_tokens(self, body: Chat) -> list[int]:
+        """Return the prompt of a chat."""
+        if body.uses_tools and self._format.tools == "none":
+            what = "tools are not supported by the chat template of this model, as far as the server knows"
+            raise RequestError(400, f"{what}; leave them out, or start it with --tool-format", "tools")
+        options = dict(body.chat_template_kwargs)
+        if body.reasoning_effort is not None and "reasoning_effort" in self._tokenizer.template:
+            options.setdefault("reasoning_effort", body.reasoning_effort)
+        elif body.reasoning_effort not in (None, "none", "medium"):  # both are defaults of OpenAI's models
+            what = "reasoning_effort is not supported by the chat template of this model"
+            raise RequestError(
+                400, f"{what}, got {ascii_only(body.reasoning_effort)!r}; leave it out", "reasoning_effort"
+            )
+        tools = None if body.tool_choice == "none" else [one.model_dump(exclude_unset=True) for one in body.tools]
+        messages = [message.template_message() for message in body.messages]
+        return self._tokenizer.chat(messages, self._max_length, tools, **options)
+
     def _prepare(self, kind: type[Chat] | type[Completion], data: bytes | bytearray, arrived: float) -> Prepared:
         """Validate and tokenize a body, in a thread."""
         body = read_body(kind, data)
@@ -221,11 +289,13 @@ class CompletionHandler:
         tokenizer, args = self._tokenizer, self._args
         texts: list[str | list[int]]
         if isinstance(body, Chat):
-            messages = [message.template_message() for message in body.messages]
-            texts = [tokenizer.chat(messages, self._max_length, **body.chat_template_kwargs)]
+            prompt = self._chat_tokens(body)
+            texts, opened = [prompt], self._format.opens_reasoning(tokenizer, prompt)
+            grammar = self._format.grammar(body, opened)
             asked, echo, score_prompt = body.max_completion_tokens or body.max_tokens, False, False
         else:
-            texts, asked, echo = body.prompts(), body.max_tokens, body.echo
+            texts, asked, echo, opened = body.prompts(), body.max_tokens, body.echo, False
+            grammar = None if body.answer_part is None else plain_grammar(body.answer_part)
             score_prompt = echo and body.logprobs is not None
             if asked is None:
                 asked = min(COMPLETION_TOKENS, args.max_tokens or COMPLETION_TOKENS)
@@ -256,7 +326,8 @@ class CompletionHandler:
             echoed = (text if isinstance(text, str) else tokenizer.decode(tokens)) if echo else ""
             for choice in range(body.n):
                 options = echoed, score_prompt, asked == 0, body.min_tokens
-                choices.append(CompletionChoice(len(choices), tokens, tokenizer, body.stop, *options))
+                parser = self._format.parser(body, opened) if isinstance(body, Chat) else None
+                choices.append(CompletionChoice(len(choices), tokens, tokenizer, body.stop, *options, parser))
                 request_id, sampling = next(self.client.ids), body.sampling(choice, stops)
                 requests.append(NewRequest(request_id, len(prompts), most, stops, sampling, score_prompt))
             prompts.append(Prompt(tokens, digests))
@@ -270,8 +341,9 @@ class CompletionHandler:
             continuous_usage=body.stream_options.continuous_usage_stats,
             with_ids=body.return_token_ids,
         )
-        ids = [request.id for request in requests]
-        return body.stream, writer, ids, encode(Submit(prompts, requests, arrived))
+        ids, submit = [request.id for request in requests], Submit(prompts, requests, arrived)
+        encoded = encode(submit) if grammar is None else b""
+        return Prepared(body.stream, writer, ids, submit, encoded, grammar)
 
     def _check_prompt(self, tokens: list[int], field: str) -> None:
         if not tokens:

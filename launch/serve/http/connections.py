@@ -19,7 +19,7 @@ from http import HTTPStatus
 from typing import Any
 
 from ringattn.launch.serve.config import MAX_CLOSING
-from ringattn.launch.serve.http.api import RequestError
+from ringattn.launch.serve.http.fields import RequestError
 
 HEAD_S = 60.0
 """Seconds in which the head of the next request must have come; uvicorn closes connections without any byte of it earlier."""

@@ -130,7 +130,7 @@ class StopStrings:
         if slots:
             self.found, self._held = True, ""
             return text[: min(slots)]
-        certain = min(_partial_match(string, text) for string in self._strings)
+        certain = min(partial_match(string, text) for string in self._strings)
         self._held = text[certain:]
         return text[:certain]
 
@@ -140,11 +140,11 @@ class StopStrings:
         return held
 
 
-def _partial_match(string: str, text: str) -> int:
+def partial_match(string: str, text: str) -> int:
     """Return where a string may begin that a text contains only in part; the length of the text if nowhere.
 
     Example:
-        >>> _partial_match("END", "an EEN"), _partial_match("END", "an E D")
+        >>> partial_match("END", "an EEN"), partial_match("END", "an E D")
         (4, 6)
     """
     begins = range(max(0, len(text) - len(string) + 1), len(text))

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from ringattn.launch.serve import messages
-from ringattn.launch.serve.http.api import RequestError
+from ringattn.launch.serve.http.fields import RequestError
 from ringattn.launch.serve.http.metrics import Metrics
 
 KEEP_ALIVE_S = 15.0

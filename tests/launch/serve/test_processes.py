@@ -29,8 +29,8 @@ from ringattn.launch.common.distributed import Session
 from ringattn.launch.serve import engine_server, run
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, requests_of
-from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.engine_client import ENGINE_GONE
+from ringattn.launch.serve.http.fields import RequestError
 from ringattn.launch.serve.messages import (
     Cancel,
     Event,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.serve.http.api import RequestError
+from ringattn.launch.serve.http.fields import RequestError
 from ringattn.launch.serve.messages import Event
 from ringattn.launch.serve.scheduler import AnswerRequest, Scheduler
 from tests.support.serving import STOP, FakeRunner, FakeServer, FakeStep, Link, answer, make_engine
