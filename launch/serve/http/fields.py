@@ -66,7 +66,8 @@ class Strict(BaseModel):
             if value is not None and (name not in neutral or value not in neutral[name])
         }
         for name in kept.keys() & cls.refused.keys():
-            raise RequestError(400, f"{name} is not supported; {cls.refused[name]}", name, "unsupported_parameter")
+            what = f"{name} {'are' if name.endswith('s') else 'is'} not supported; {cls.refused[name]}"
+            raise RequestError(400, what, name, "unsupported_parameter")
         return kept
 
 

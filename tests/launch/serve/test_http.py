@@ -596,10 +596,10 @@ def test_malformed_bodies_get_a_400_that_says_why(http, body, message):
         ),
         ({"messages": [{"role": "user", "content": "x", "names": "n"}]}, "messages.0.names are not supported"),
         ({"messages": [{"role": "user", "content": "refuse"}]}, "the template refuses"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools are not supported"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools.0.type: Field required"),
         (
-            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
-            "response_format",
+            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema"}},
+            "response_format must have json_schema where its type is json_schema",
         ),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs must be left out"),
         (
