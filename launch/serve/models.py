@@ -51,6 +51,7 @@ class ServedModel:
     facts: str  # text that must be the same on all ranks
     defaults: dict[str, float]  # options of requests that leave them out, by its generation_config.json
     random_weights: bool = False  # they were drawn: all ranks take those of rank 0
+    notes: tuple[str, ...] = ()  # lines to print
 
 
 def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
@@ -59,7 +60,11 @@ def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
     Nothing is downloaded, and no code in the folder is run. Raises Refusal if the model cannot be served.
     """
     from ringattn.integrations.transformers import register
-    from ringattn.integrations.transformers.positions import max_learned_positions, rope_scaling_limits
+    from ringattn.integrations.transformers.positions import (
+        max_learned_positions,
+        rope_scaling_limits,
+        use_long_factors,
+    )
 
     register()
     path, max_len = args.model, args.max_len
@@ -69,6 +74,13 @@ def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
     config = _read(path)
     text = config.get_text_config(decoder=True)
     length = getattr(text, "max_position_embeddings", None)
+    notes = []
+    for most in [most for kind, most in rope_scaling_limits(text) if kind == "longrope"]:
+        if (max_len or length or most) > most:
+            use_long_factors(config)
+            notes.append(
+                f"longrope: prompts of every length get the long factors; --max-len {most} takes the short ones"
+            )
     for rope_type, most in rope_scaling_limits(text):
         # the longest request of a step would choose for those beside it
         if (max_len or length or most) > most:
@@ -108,7 +120,7 @@ def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
     defaults = _sampling_defaults(place) if args.generation_defaults and not random_weights else {}
     text = config.to_json_string(use_diff=False)
     facts = f"{type(model).__name__} {text} {chosen} {args.seed} {sorted(tokenizer.stops)} {defaults}"
-    return ServedModel(model, tokenizer, name, length, facts, defaults, random_weights)
+    return ServedModel(model, tokenizer, name, length, facts, defaults, random_weights, tuple(notes))
 
 
 def _sampling_defaults(folder: Path) -> dict[str, float]:
@@ -196,7 +208,7 @@ def _build_model(
         if folder is not None:
             if device.type == "cuda":
                 options["device_map"] = {"": device}  # straight onto the GPU
-            model: Any = read_model(folder, use_safetensors=True, **options)
+            model: Any = read_model(folder, config=config, use_safetensors=True, **options)
         else:
             with (
                 torch.random.fork_rng([device] if draws_on_gpu else []),

@@ -167,6 +167,8 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
     if served.random_weights:
         session.say(f"{args.model}: random weights of seed {args.seed}, so answers make no sense")
         broadcast_weights(served.model, session)
+    for line in served.notes:
+        session.say(line)
     if session.device.type == "cuda":
         for line in optimize_model(served.model, ring, fused=args.fuse, split=args.split).messages:
             session.say(line)

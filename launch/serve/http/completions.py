@@ -290,7 +290,8 @@ class CompletionHandler:
         texts: list[str | list[int]]
         if isinstance(body, Chat):
             prompt = self._chat_tokens(body)
-            texts, opened = [prompt], self._format.opens_reasoning(tokenizer, prompt)
+            texts = [prompt]
+            opened = self._format.opens_reasoning(tokenizer, prompt)
             grammar = self._format.grammar(body, opened)
             asked, echo, score_prompt = body.max_completion_tokens or body.max_tokens, False, False
         else:

@@ -20,6 +20,7 @@ from ringattn.integrations.transformers.heads import last_positions, take_rows
 from ringattn.integrations.transformers.masks import RingMask, describe_mask
 from ringattn.integrations.transformers.model_forward import run_step
 from ringattn.integrations.transformers.model_hooks import watch_models
+from ringattn.integrations.transformers.positions import use_long_factors
 from ringattn.integrations.transformers.ring_cache import RingCache
 from ringattn.integrations.transformers.support import NAME
 from ringattn.integrations.transformers.tensor_parallel import TensorParallelError, apply_tensor_parallel
@@ -43,6 +44,7 @@ __all__ = [
     "run_step",
     "shard_batch",
     "take_rows",
+    "use_long_factors",
 ]
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ringattn.integrations.transformers.masks import RingMask, read_boundaries
 from ringattn.plan.sharding import Sharding, positions_in_documents, positions_of, shorten
 
 _UNPADDED = RingMask()
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def max_learned_positions(model: Any) -> int | None:
@@ -166,6 +168,36 @@ def rope_scaling_limits(config: Any) -> tuple[tuple[str, int], ...]:
     return tuple(_limits_of(_rope_scaling(config), config))
 
 
+def use_long_factors(config: Any) -> Any:
+    """Let a model with rope_type 'longrope' rotate sequences of every length by its long factors; return its config.
+
+    transformers takes the short factors up to `original_max_position_embeddings`, and the long ones for calls beyond, so keys in
+    a cache would be rotated by both. A model of this config takes the long ones always: beyond that length it computes what it
+    computes without, and up to it other numbers. Change the config before the model is made.
+
+    Args:
+        config: Of a model; changed in place. Without 'longrope' nothing changes.
+
+    Example:
+        >>> config = AutoConfig.from_pretrained("microsoft/Phi-3-mini-128k-instruct")  # doctest: +SKIP
+        >>> model = AutoModelForCausalLM.from_pretrained(name, config=use_long_factors(config))  # doctest: +SKIP
+    """
+    text = config.get_text_config(decoder=True)
+    scaling, most = _rope_scaling(text), text.max_position_embeddings
+    kinds = [kind for kind, one in scaling.items() if isinstance(one, dict)]
+    for kind, one in [(kind, scaling[kind]) for kind in kinds] or [(None, scaling)]:
+        if one.get("rope_type", one.get("type")) != "longrope":
+            continue
+        # by the ratio of the two lengths, which ends here
+        layer = {} if kind is None else {"layer_type": kind}
+        one["attention_factor"] = ROPE_INIT_FUNCTIONS["longrope"](text, torch.device("cpu"), **layer)[1]
+        one["short_factor"] = list(one["long_factor"])
+        for owner in (one, vars(text)):
+            if owner.get(_ORIGINAL) is not None:
+                owner[_ORIGINAL] = most
+    return config
+
+
 def has_sections(config: Any) -> bool:
     """Return whether a model has several positions per token (M-RoPE), for text, time, height and width."""
     return "mrope_section" in _rope_scaling(config)
@@ -182,9 +214,9 @@ def _limits_of(scaling: dict[str, Any], config: Any) -> Iterator[tuple[str, int]
         if isinstance(per_layer_kind, dict):
             yield from _limits_of(per_layer_kind, config)
     kind = scaling.get("rope_type", scaling.get("type")) or ""
-    if kind == "longrope":
-        of_config = getattr(config, "original_max_position_embeddings", None)
-        yield kind, scaling.get("original_max_position_embeddings") or of_config or config.max_position_embeddings
+    if kind == "longrope" and scaling.get("short_factor") != scaling.get("long_factor"):
+        of_config = getattr(config, _ORIGINAL, None)
+        yield kind, scaling.get(_ORIGINAL) or of_config or config.max_position_embeddings
     elif "dynamic" in kind:
         yield kind, config.max_position_embeddings
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.inference import PagedKVCache
-from ringattn.integrations.transformers import RingCache, run_step, shard_batch
+from ringattn.integrations.transformers import RingCache, register, run_step, shard_batch, use_long_factors
 from tests.integrations.transformers.models import learn, make, tokens
 from tests.support.pool import Pools
 
@@ -138,3 +138,39 @@ def test_requests_of_one_call_must_want_the_same_frequencies() -> None:
     found = run_step(model, cache.extend(requests, [40, 50]), torch.cat(prompts, 1)[0])
     for mine, prompt in zip(found, prompts, strict=True):
         torch.testing.assert_close(mine, model(prompt).logits[0, -1], rtol=1e-4, atol=1e-5)
+
+
+def long_answer(kind: str, implementation: str) -> list[int]:
+    """An answer to a prompt that ends beyond the original length; over a cache, of a model with the long factors alone."""
+    register()
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
+    if kind == "phi3":
+        shape |= {"original_max_position_embeddings": MOST, "bos_token_id": 1, "eos_token_id": 2}
+    told = rotation("longrope")
+    if kind == "phi3" and "rope_scaling" in told:  # 4.57 takes three fields only
+        told["rope_scaling"] = {name: told["rope_scaling"][name] for name in ("short_factor", "long_factor")} | {
+            "type": "longrope"
+        }
+    config = transformers.AutoConfig.for_model(kind, **shape | told)
+    if implementation == "ringattn":
+        use_long_factors(config)
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    ids = torch.randint(1, 61, (1, 48), generator=torch.Generator().manual_seed(1))
+    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    if implementation != "ringattn":
+        return model.generate(ids, **asked)[0].tolist()
+    with RingCache(model, Ring(), max_tokens=128, page_size=16) as cache:
+        return model.generate(ids, past_key_values=cache, **asked)[0].tolist()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+def test_long_factors_generate_on_all_ranks_what_transformers_generates_beyond_the_original_length(
+    pool: Pools, kind: str
+) -> None:
+    """Pages of 16 tokens put some rows of 48 below the original length on one rank, and Phi would drop the cache."""
+    expected = long_answer(kind, "sdpa")
+    assert long_answer(kind, "ringattn") == expected
+    assert pool(2).run(long_answer, kind, "ringattn") == [expected, expected]

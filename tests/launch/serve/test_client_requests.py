@@ -51,7 +51,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool_calls must be of an assistant"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id must be there where role is 'tool', only"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "only text is supported"),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs must have one of json, regex, choice"),
+    (
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        "structured_outputs must have one of json, regex, choice",
+    ),
     ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens must be left out where a format or a call"),
     ({"kv_transfer_params": {"do_remote_decode": True}}, "prefill and decode share the ranks of one server"),
     ({"lora_path": "x"}, "lora_path is not supported; adapters are merged when the server starts"),

@@ -124,23 +124,60 @@ def answered(
     return list(answers.values()), kinds
 
 
-@pytest.mark.parametrize(("kind", "most"), [("longrope", 64), ("dynamic", 512)])
-def test_requests_whose_frequencies_would_depend_on_others_are_refused(tmp_path, kind, most):
+def test_requests_whose_frequencies_would_depend_on_others_are_refused(tmp_path):
     """Up to a length the longest request of a step does not change the frequencies of others."""
     from transformers import AutoConfig
 
-    told: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
-    if kind == "longrope":
-        told |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": most}
+    told: dict[str, Any] = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     config: Any = AutoConfig.for_model("llama", vocab_size=300, rope_parameters=told, **CONFIG)
     path = tmp_path / "config.json"
     config.to_json_file(path)
-    with pytest.raises(Refusal, match=rf"max_len must be at most {most} where rope_type is '{kind}'.*--max-len {most}"):
-        opened(path, max_len=most + 1)
-    assert opened(path, max_len=most).length == 512
-    if kind == "longrope":
-        with pytest.raises(Refusal, match=r"got 512; pass --max-len 64"):
-            opened(path)
+    with pytest.raises(Refusal, match=r"max_len must be at most 512 where rope_type is 'dynamic'.*--max-len 512"):
+        opened(path, max_len=513)
+    assert opened(path, max_len=512).length == 512
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+def test_longrope_is_served_at_full_length_with_its_long_factors(tmp_path, kind):
+    """Prompts beyond the original length get what transformers' generate gives; up to it a server of that length does."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    told: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    told |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    torch.manual_seed(3)
+    more = {"original_max_position_embeddings": 64, "pad_token_id": 0} if kind == "phi3" else {}
+    config: Any = AutoConfig.for_model(
+        kind,
+        vocab_size=300,
+        rope_parameters=told,
+        eos_token_id=256,
+        bos_token_id=0,
+        initializer_range=0.3,
+        **more,
+        **CONFIG,
+    )
+    path = tmp_path / "long"
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    plain: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
+    ids = torch.randint(1, 300, (100,), generator=torch.Generator().manual_seed(5)).tolist()  # 0 pads
+    wanted = {}
+    for length in (100, 80, 40):
+        given: Any = torch.tensor([ids[:length]])
+        found = plain.generate(given, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        wanted[length] = found[0, length:].tolist()
+
+    def served(lengths: tuple[int, ...], **how: Any) -> list[list[int]]:
+        opened_model = opened(path, **how)
+        cache = make_cache(opened_model.model, Ring(), gib=0.001, page_size=4, kv_dtype="auto")
+        return answered(ModelRunner(opened_model.model, cache, 4, False), [ids[:length] for length in lengths])[0]
+
+    assert opened(path).length == 512
+    assert "--max-len 64 takes the short ones" in opened(path).notes[0]
+    assert not opened(path, max_len=64).notes
+    # a short prompt beside long ones does not change them
+    assert served((100, 40, 80))[::2] == [wanted[100], wanted[80]]
+    assert served((40,), max_len=64) == [wanted[40]]
+    assert served((40,)) != [wanted[40]], "the factors of the test do not matter"
 
 
 def test_requests_beyond_a_table_of_positions_are_refused_before_one_comes(tmp_path):
