@@ -142,7 +142,7 @@ def _vocabulary(tokenizer: Tokenizer) -> Any:
 
 
 class _Bytes:
-    """Tokens with their bytes, as llguidance reads a vocabulary; a text is tokenized as single bytes."""
+    """Tokens with their bytes, as llguidance reads a vocabulary; a text is tokenized by the longest token that fits."""
 
     bos_token_id = None
 
@@ -151,7 +151,13 @@ class _Bytes:
         self.eos_token_id = stops[0]
         self.special_token_ids = [token for token, one in enumerate(tokens) if one is None]
         self._of_bytes: Mapping[bytes, int] = {one: token for token, one in enumerate(self.tokens) if one}
+        self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        data = text.encode() if isinstance(text, str) else text
-        return [self._of_bytes[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self._of_bytes]
+        data, found = text.encode() if isinstance(text, str) else text, []
+        while data:
+            sizes = (size for size in range(self._longest, 0, -1) if data[:size] in self._of_bytes)
+            size = next(sizes, len(data))  # the rest has no tokens
+            found += [self._of_bytes[data[:size]]] if data[:size] in self._of_bytes else []
+            data = data[size:]
+        return found

@@ -352,13 +352,12 @@ class HarmonyParser(AnswerParser):
     def _begin_message(self) -> None:
         named = re.search(r"\bto=(?:functions\.)?(\S+)", self._head)
         self._kind = "reasoning_content" if "analysis" in self._head.split() else "content"
-        if self._texts[self._kind]:
-            self._texts[self._kind].append("\n")
-            self._deltas += [{self._kind: "\n"}] if self._kind == "content" or self._reasoning else []
+        self._begin_part()
         if named is not None and self._most_calls:
             self._kind = "call"
             self._open_call(named[1])
-        self._begin_part()
+        elif self._texts[self._kind]:
+            self._space = "\n"  # between two messages
         self._state = self._body
 
     def _body(self) -> bool:
