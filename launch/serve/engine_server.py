@@ -111,7 +111,7 @@ class EngineServer:
         link: Socket that closes with the other process.
         lost: Called, in a thread, with a message when the other process is gone or silent.
         timeout_s: Seconds without a heartbeat after which it counts as lost, once it is ready.
-        compiler: Of the grammars of requests; None where the other process refuses all.
+        compiler: Of the grammars of requests; the reason for none, for which the other process refuses them.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class EngineServer:
         name: str,
         lost: Callable[[str], None],
         timeout_s: float,
-        compiler: GrammarCompiler | None = None,
+        compiler: GrammarCompiler | str = "",
     ) -> None:
         self._engine, self._link, self._name, self._lost = engine, link, name, lost
         self._timeout, self._start_timeout = timeout_s, max(timeout_s, START_S)
@@ -205,7 +205,7 @@ class EngineServer:
 
     def _submit_compiled(self, message: messages.Submit) -> None:
         """Compile the grammar of requests, in a thread, and submit those that were not cancelled meanwhile."""
-        assert self._compiler is not None, "the HTTP process refuses grammars where there is no compiler"
+        assert not isinstance(self._compiler, str), "the HTTP process refuses grammars where there is no compiler"
         requests = requests_of(message)
         try:
             grammar = self._compiler.compile(message.grammar)

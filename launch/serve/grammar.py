@@ -50,11 +50,11 @@ class Grammar:
 
     def text(self) -> str:
         """Return the grammar as llguidance takes it; raise GrammarError if a part has another syntax, or for too many bytes."""
+        size = len(json.dumps([self.rules, self.parts]))
+        if size > MAX_BYTES:
+            raise GrammarError(f"it must have at most {MAX_BYTES} bytes, got {size}; ask for a smaller one")
         parts = [{"name": name, **_part(kind, what)} for name, (kind, what) in self.parts.items()]
-        text = json.dumps({"grammars": [{"name": "top", "lark_grammar": "\n".join(self.rules)}, *parts]})
-        if len(text) > MAX_BYTES:
-            raise GrammarError(f"it must have at most {MAX_BYTES} bytes, got {len(text)}; ask for a smaller one")
-        return text
+        return json.dumps({"grammars": [{"name": "top", "lark_grammar": "\n".join(self.rules)}, *parts]})
 
 
 def _part(kind: str, what: Any) -> dict[str, Any]:
@@ -76,7 +76,10 @@ def _part(kind: str, what: Any) -> dict[str, Any]:
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokens of a tokenizer; making one takes a second. Raises ImportError without llguidance."""
+    """Compiles grammars for the tokens of a tokenizer; making one takes a second.
+
+    Raises ImportError without llguidance, and GrammarError for a tokenizer that it cannot read.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from llguidance import LLParserLimits
@@ -93,12 +96,14 @@ class GrammarCompiler:
         return TokenGrammar(LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits))
 
 
-def make_compiler(tokenizer: Tokenizer) -> GrammarCompiler | None:
-    """Return the compiler of a tokenizer; None without llguidance, or where tokens have no bytes that it could read."""
+def make_compiler(tokenizer: Tokenizer) -> GrammarCompiler | str:
+    """Return the compiler of a tokenizer, or what is missing for one."""
     try:
         return GrammarCompiler(tokenizer)
-    except (ImportError, GrammarError):
-        return None
+    except ImportError:
+        return NEEDED
+    except GrammarError as error:
+        return str(error)
 
 
 class TokenGrammar:
@@ -133,10 +138,15 @@ def _vocabulary(tokenizer: Tokenizer) -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     stops = sorted(token for token in tokenizer.stops if token < tokenizer.vocab_size)
+    if not stops:
+        raise GrammarError("needs a model with a token that ends answers")
     if isinstance(tokenizer, PretrainedTokenizer):
         if (definition := tokenizer.definition()) is None:
-            raise GrammarError("the tokenizer must be one of the tokenizers library")
-        return LLTokenizer(definition, n_vocab=tokenizer.vocab_size, eos_token=stops)
+            raise GrammarError("needs a tokenizer of the tokenizers library")
+        try:
+            return LLTokenizer(definition, n_vocab=tokenizer.vocab_size, eos_token=stops)
+        except ValueError as error:
+            raise GrammarError(f"needs a tokenizer that llguidance can read, got one with: {error}") from None
     raw = [None if token in stops else tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     return LLTokenizer(TokenizerWrapper(_Bytes(raw, stops)), eos_token=stops)
 

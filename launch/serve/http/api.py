@@ -271,8 +271,9 @@ class Message(Strict):
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": content}
         thought = self.reasoning_content or self.reasoning
-        # `thinking`: the name in the template of GPT-OSS
-        further: dict[str, Any] = {"name": self.name, "reasoning_content": thought, "thinking": thought}
+        further: dict[str, Any] = {"name": self.name, "reasoning_content": thought}
+        # the name in the template of GPT-OSS, which takes one of two texts beside a call
+        further["thinking"] = None if content and self.tool_calls else thought
         further["tool_call_id"] = self.tool_call_id
         further["tool_calls"] = [call.template_call() for call in self.tool_calls] or None
         return message | {name: value for name, value in further.items() if value is not None}

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ringattn.launch.serve.grammar import NEEDED, Grammar, GrammarError, make_compiler
+from ringattn.launch.serve.grammar import Grammar, GrammarError, make_compiler
 from ringattn.launch.serve.http.api import (
     MAX_SCORES,
     Chat,
@@ -241,8 +241,8 @@ class CompletionHandler:
     async def _compiled(self, submit: Submit, grammar: Grammar) -> bytes:
         """Return the message for the engine with a grammar; raise RequestError if that does not compile, in time."""
         compiler = self._compiler
-        if compiler is None:
-            raise RequestError(400, f"a required format or call {NEEDED}", code=GRAMMAR)
+        if isinstance(compiler, str):
+            raise RequestError(400, f"a required format or call {compiler}", code=GRAMMAR)
 
         def compile_and_encode() -> bytes:
             submit.grammar = grammar.text()

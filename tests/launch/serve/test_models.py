@@ -180,6 +180,39 @@ def test_longrope_is_served_at_full_length_with_its_long_factors(tmp_path, kind)
     assert served((40,)) != [wanted[40]], "the factors of the test do not matter"
 
 
+TOOL_TEMPLATE = (
+    "{% for t in tools %}{{ t.function.name }}: {{ t.function.parameters | tojson }};{% endfor %}"
+    "{% for m in messages %}{{ m.role }}={{ m.content }}{% for c in m.tool_calls %}[{{ c.function.name }} "
+    "{% for k, v in c.function.arguments.items() %}{{ k }}:{{ v }} {% endfor %}]{% endfor %}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.tool_call_id }};{% endfor %}"
+)
+
+
+def test_tools_calls_and_results_go_to_the_chat_template(folder):
+    """Arguments as objects, which templates write themselves."""
+    from ringattn.launch.serve.http.api import Chat
+
+    tokenizer = PretrainedTokenizer(folder, frozenset(), 400, TOOL_TEMPLATE)
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1], "b": "x"}'}}
+    messages = [
+        {"role": "developer", "content": "s"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}]
+    body = Chat.model_validate({"messages": messages, "tools": tools})
+    given = [tool.model_dump(exclude_unset=True) for tool in body.tools]
+    assert given == tools
+    tokens = tokenizer.chat([message.template_message() for message in body.messages], None, given)
+    wanted = 'f: {"type": "object"};system=s;assistant=[f a:[1] b:x ](hm);tool=42c1;'
+    assert tokenizer.decode(tokens) == wanted
+    with pytest.raises(ChatTemplateError, match="chat_template_kwargs must be variables .* got 'tools'"):
+        tokenizer.chat([], None, tools=given)
+    with pytest.raises(ChatTemplateError, match="tools must be left out for a model whose chat template does not"):
+        PretrainedTokenizer(folder, frozenset(), 400).chat([], None, given)
+    assert tokenizer.special_texts[0] == "<|end|>"
+
+
 def test_requests_beyond_a_table_of_positions_are_refused_before_one_comes(tmp_path):
     from transformers import AutoConfig
 

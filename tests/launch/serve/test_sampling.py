@@ -357,3 +357,30 @@ def test_options_survive_encoding_and_ignore_tokens_without_logits() -> None:
     assert found.draw() == sent.draw()
     # an output head may have fewer tokens than the embedding
     assert sample_tokens(torch.zeros(1, 50), [found], [[1, 60]]).tokens.shape == (1,)
+
+
+@pytest.mark.parametrize("vocab", [8, 61, 300])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_no_token_outside_of_a_mask_is_sampled_and_rows_without_one_stay(vocab, temperature):
+    """After biases and penalties; logprobs stay the model's own."""
+
+    class Mask:
+        def __init__(self, allowed: set[int]) -> None:
+            data = [sum(1 << bit for bit in range(8) if 8 * byte + bit in allowed) for byte in range(-(-vocab // 8))]
+            self.mask = torch.tensor(data, dtype=torch.uint8)
+
+    x = draw_logits(vocab, 4, vocab, 3.0)
+    sets = [{vocab - 1}, {0, 3, vocab // 2}, None, {5}]
+    for seed in range(20):
+        rows = [Sampling(temperature, seed=seed, logprobs=1, logit_bias=((1, 100.0),)) for _ in sets]
+        rows[1].repetition_penalty = 1.3
+        for row, allowed in zip(rows, sets, strict=True):
+            grammar: Any = None if allowed is None else Mask(allowed)
+            row.grammar = grammar
+        found = sample_tokens(x, rows, [[3]] * 4).on_host().read()
+        assert [token for token, _ in found[::2]] == [vocab - 1, 1]
+        assert found[1][0] in sets[1]
+        assert found[3][0] == 5
+        for place, (token, logprob) in enumerate(found):
+            assert logprob is not None
+            assert logprob.logprob == pytest.approx(float(x[place].log_softmax(-1)[token]), abs=1e-5)
