@@ -1,4 +1,4 @@
-"""How a model writes calls and reasoning: found in its chat template, and made into parsers and grammars of answers."""
+"""Format of the answers of a model, which its chat template tells: parsers and grammars of calls and reasoning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringattn.launch.serve.grammar import TEXT, Grammar
 from ringattn.launch.serve.http import answer_parser as marks
 from ringattn.launch.serve.http.answer_parser import AnswerParser, HarmonyParser, TextParser
 from ringattn.launch.serve.http.api import Chat
-from ringattn.launch.serve.http.fields import MAX_TOOLS, NamedTool, Tool, plain_grammar
+from ringattn.launch.serve.http.fields import MAX_TOOLS, NamedTool, Tool, answer_grammar
 from ringattn.launch.serve.tokenizer import Tokenizer
 
 TAIL = 8  # last tokens of a prompt among which its template may begin the reasoning
@@ -67,7 +67,7 @@ class ChatFormat:
         if isinstance(body.tool_choice, NamedTool):
             tools = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]
         if self.tools != "harmony" and not tools and part and self.reasoning == "none":
-            return plain_grammar(part)
+            return answer_grammar(part)
         grammar = Grammar([f"TEXT: {TEXT}", "WS: /[ \\n]{1,4}/"], {} if part is None else {"answer": part})
         several = body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool)
         if self.tools == "harmony":

@@ -29,7 +29,7 @@ from ringattn.launch.serve.http.api import (
 )
 from ringattn.launch.serve.http.chat_format import chat_format
 from ringattn.launch.serve.http.engine_client import KEEP_ALIVE_S, EngineClient, OpenRequests
-from ringattn.launch.serve.http.fields import RequestError, ascii_only, plain_grammar
+from ringattn.launch.serve.http.fields import RequestError, ascii_only, answer_grammar
 from ringattn.launch.serve.http.metrics import Metrics
 from ringattn.launch.serve.messages import GRAMMAR, NOT_FINITE, TIME_LIMIT, NewRequest, Prompt, Settings, Submit, encode
 from ringattn.launch.serve.prefix_cache import prefix_digests
@@ -296,7 +296,7 @@ class CompletionHandler:
             asked, echo, score_prompt = body.max_completion_tokens or body.max_tokens, False, False
         else:
             texts, asked, echo, opened = body.prompts(), body.max_tokens, body.echo, False
-            grammar = None if body.answer_part is None else plain_grammar(body.answer_part)
+            grammar = None if body.answer_part is None else answer_grammar(body.answer_part)
             score_prompt = echo and body.logprobs is not None
             if asked is None:
                 asked = min(COMPLETION_TOKENS, args.max_tokens or COMPLETION_TOKENS)

@@ -214,6 +214,6 @@ def answer_part(response_format: ResponseFormat | None, structured: StructuredOu
     return "json", {"type": "object"} if schema is None else schema.schema_
 
 
-def plain_grammar(part: tuple[str, Any]) -> Grammar:
+def answer_grammar(part: tuple[str, Any]) -> Grammar:
     """Return the grammar of an answer that is nothing but a part."""
     return Grammar(["start: @answer"], {"answer": part})

@@ -206,7 +206,7 @@ def test_tools_calls_and_results_go_to_the_chat_template(folder):
     tokens = tokenizer.chat([message.template_message() for message in body.messages], None, given)
     wanted = 'f: {"type": "object"};system=s;assistant=[f a:[1] b:x ](hm);tool=42c1;'
     assert tokenizer.decode(tokens) == wanted
-    with pytest.raises(ChatTemplateError, match="chat_template_kwargs must be variables .* got 'tools'"):
+    with pytest.raises(ChatTemplateError, match=r"chat_template_kwargs must be variables .* got 'tools'"):
         tokenizer.chat([], None, tools=given)
     with pytest.raises(ChatTemplateError, match="tools must be left out for a model whose chat template does not"):
         PretrainedTokenizer(folder, frozenset(), 400).chat([], None, given)

@@ -225,6 +225,24 @@ def test_options_and_scores_of_a_prompt_go_through_two_processes_and_two_ranks(s
 
 
 @pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="4.57 expands latents before its cache")
+def test_two_ranks_follow_a_format_beside_answers_without_one(server):
+    pytest.importorskip("llguidance")
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 60, "seed": 1}
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}}}
+    schema |= {"required": ["ok", "n"], "additionalProperties": False}
+    formats = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    formats["logit_bias"] = dict.fromkeys(map(str, b" \t\r\n"), -100)
+    bodies = [{**asked, **formats}, {**asked, "ignore_eos": True}, {**asked, "structured_outputs": {"choice": ["a b"]}}]
+    url = f"{server.url}/v1/chat/completions"
+    with ThreadPoolExecutor(3) as threads:
+        said = [one.json() for one in threads.map(lambda body: httpx.post(url, json=body, timeout=120), bodies)]
+    first, free, last = (one["choices"][0]["message"]["content"] for one in said)
+    found = json.loads(first)
+    assert (type(found["ok"]), found["n"] in (1, 22)) == (bool, True)
+    assert said[1]["usage"]["completion_tokens"] == 60, free
+    assert last == "a b"
+
+
 def test_a_model_of_latents_is_served_from_a_cache_of_latents(tmp_path: Path) -> None:
     from tests.integrations.transformers.test_latent_models import LATENT, ROTARY, make
 
