@@ -29,7 +29,7 @@ from ringattn.launch.serve.http.api import (
 )
 from ringattn.launch.serve.http.chat_format import chat_format
 from ringattn.launch.serve.http.engine_client import KEEP_ALIVE_S, EngineClient, OpenRequests
-from ringattn.launch.serve.http.fields import RequestError, ascii_only, answer_grammar
+from ringattn.launch.serve.http.fields import RequestError, answer_grammar, ascii_only
 from ringattn.launch.serve.http.metrics import Metrics
 from ringattn.launch.serve.messages import GRAMMAR, NOT_FINITE, TIME_LIMIT, NewRequest, Prompt, Settings, Submit, encode
 from ringattn.launch.serve.prefix_cache import prefix_digests
