@@ -135,12 +135,6 @@ class _Body(Strict):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    @model_validator(mode="after")
-    def _check_grammar(self) -> _Body:
-        if self.answer_part is not None:
-            self.check_free()
-        return self
-
     @property
     def answer_part(self) -> tuple[str, Any] | None:
         """Kind and definition of the grammar of the answer (`Grammar.parts`); None for any text."""
@@ -329,11 +323,9 @@ class Chat(_Body):
             raise RequestError(400, f"tool_choice must name one of tools, got {wanted!r}", "tool_choice")
         if self.tool_choice == "required" and not names:
             raise RequestError(400, "tool_choice must be 'auto' or 'none' without tools, got 'required'", "tool_choice")
-        if self.must_call:
-            self.check_free()
-            if self.answer_part is not None:
-                what = "response_format must be left out where tool_choice requires a call, which has its own format"
-                raise RequestError(400, what, "response_format")
+        if self.must_call and self.answer_part is not None:
+            what = "response_format must be left out where tool_choice requires a call, which has its own format"
+            raise RequestError(400, what, "response_format")
 
     @property
     def must_call(self) -> bool:

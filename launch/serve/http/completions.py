@@ -300,6 +300,8 @@ class CompletionHandler:
             score_prompt = echo and body.logprobs is not None
             if asked is None:
                 asked = min(COMPLETION_TOKENS, args.max_tokens or COMPLETION_TOKENS)
+        if grammar is not None:
+            body.check_free()
         body.check_tokens(tokenizer.vocab_size)
         most_answers = min(MAX_ANSWERS, args.max_requests)
         if len(texts) * body.n > most_answers:

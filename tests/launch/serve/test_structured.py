@@ -300,6 +300,7 @@ def test_a_request_that_is_cancelled_while_its_grammar_compiles_is_never_compute
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "z"}}}, "must name one of tools"),
         ({"tools": [TOOLS[0]] * 2}, "tools must have different names, got 'look' twice"),
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos must be left out"),
+        ({"tools": [function("f", strict=True)], "min_tokens": 5}, "min_tokens must be left out"),
         (
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
             "response_format must be left out where tool_choice requires a call",
