@@ -196,7 +196,7 @@ class Letters:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("latin-1")
 
-    def token_bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes | None:
         return bytes([token]).decode("latin-1").encode()
 
 

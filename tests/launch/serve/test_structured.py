@@ -353,7 +353,7 @@ def test_required_calls_are_calls_of_the_tools_whatever_the_model_would_say(tool
     """The parser of a format reads what its grammar writes."""
     no_thoughts = {"2": -100} if tool_format != "harmony" else {"5": 100, "4": 5}
     with FakeServer(Noise(pages=8000), tokenizer=Marked(), tool_format=tool_format) as served:
-        options = {"tools": TOOLS, "logit_bias": no_thoughts, "n": 4, "max_tokens": 2500}
+        options: dict[str, Any] = {"tools": TOOLS, "logit_bias": no_thoughts, "n": 4, "max_tokens": 2500}
         for choice in post(served, **options, tool_choice="required").json()["choices"]:
             assert choice["finish_reason"] == "tool_calls", choice
             assert choice["message"]["content"] is None
@@ -398,7 +398,7 @@ def test_clients_of_openai_get_calls_at_once_and_in_streams(tool_format):
         with client.chat.completions.stream(**asked, max_tokens=500) as stream:
             streamed = stream.get_final_completion().choices[0]
         assert (streamed.finish_reason, streamed.message.content or None) == ("tool_calls", said)
-        assert [(one.function.name, one.function.arguments) for one in streamed.message.tool_calls] == wanted
+        assert [(one.function.name, one.function.arguments) for one in streamed.message.tool_calls or ()] == wanted
         # the answer and the results are sent back
         told = [whole.message.model_dump(exclude_none=True)]
         told += [{"role": "tool", "tool_call_id": one.id, "content": "42"} for one in whole.message.tool_calls]
@@ -424,7 +424,8 @@ def test_tools_that_are_strict_bind_the_calls_that_a_model_decides_to_make():
 
 
 def test_an_answer_may_be_a_format_or_a_call():
-    tokenizer, form = Marked(), {"structured_outputs": {"choice": ["yes", "no"]}}
+    tokenizer = Marked()
+    form: dict[str, Any] = {"structured_outputs": {"choice": ["yes", "no"]}}
     for script, calls in (("yes", 0), (CALLS["hermes"].removeprefix("I look.\n"), 2)):
         with FakeServer(Script(tokenizer.tokens(script)), tokenizer=tokenizer, tool_format="hermes") as served:
             message = post(served, tools=[function("look"), TOOLS[1]], temperature=0, **form).json()["choices"][0][
@@ -446,7 +447,8 @@ def test_reasoning_is_apart_and_comes_before_a_format(opened):
 
     script = ("" if opened else "<think>\n") + 'so "yes"\n</think>\n\n{"kind": "a", "size": 1, "flags": [true]}'
     with FakeServer(Script(Thinker().encode(script)), tokenizer=Thinker()) as served:
-        for options in ({}, {"structured_outputs": {"json": SCHEMA}}):
+        asked: list[dict[str, Any]] = [{}, {"structured_outputs": {"json": SCHEMA}}]
+        for options in asked:
             message = post(served, temperature=0, **options).json()["choices"][0]["message"]
             assert message["reasoning_content"] == 'so "yes"'
             assert_valid(message["content"])
