@@ -227,7 +227,7 @@ def rank_end_positions(sharding: Sharding, last: int | None = None) -> list[int]
     `last`, the last position of this rank, shows where positions count from; None: from the start of each document.
     """
     mine = sharding.rank
-    in_sequence = [max((run.last + 1 for run in shard), default=0) for shard in sharding.shards]
+    in_sequence = [max([0, *[run.last + 1 for run in shard]]) for shard in sharding.shards]
     found = [ends for ends in (_ends_in_documents(sharding), in_sequence) if ends is not None]
     chosen = found[0] if last is None else next((ends for ends in found if ends[mine] == last + 1), found[-1])
     shift = 0 if last is None else last + 1 - chosen[mine]
