@@ -186,9 +186,11 @@ class Engine:
         self._generated += len(chosen)
         self._recent.append((ended, len(plan.tokens) - plan.answers, len(chosen)))
         events = self.scheduler.record(plan, chosen, scores)
+        requests = {request.id: request for request in plan.requests}
         for event in events:
-            request = self.scheduler.running.get(event.request_id)
-            if request is not None and request.constrained and event.token is not None:
+            request = requests[event.request_id]
+            # a preempted one too: its token was kept
+            if request.constrained and not request.ended and event.token is not None:
                 self._mask_threads.submit(self._advance, request, event.token)
         return events
 

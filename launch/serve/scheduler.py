@@ -271,9 +271,11 @@ class Scheduler:
             # `missing` and `has_more`, whose calls would take longer than the rest of the loop
             if request.loads:
                 loading.append(request)
+            elif request.waits:
+                continue
             elif request.num_computed < request.prefill_length:
                 prompts.append(request)
-            elif not request.waits and len(request.tokens) + request.pending < len(request.prompt) + request.max_tokens:
+            elif len(request.tokens) + request.pending < len(request.prompt) + request.max_tokens:
                 answers.append(request)
         short, long = self._split_by_length(prompts)
         mixed = self._split_mixed(answers, short)
@@ -310,7 +312,7 @@ class Scheduler:
         running = self.running.values()
         if not self._decoded and any(not (one.missing or one.waits) and one.has_more for one in running):
             return False
-        candidates = [request for request in running if request.missing and not request.loads]
+        candidates = [one for one in running if one.missing and not one.loads and not one.waits]
         if len(running) < self.max_running:
             candidates += self.waiting
         return bool(self._split_by_length(candidates)[1])
