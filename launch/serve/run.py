@@ -39,9 +39,9 @@ from ringattn.launch.serve.config import (
 )
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
-from ringattn.launch.serve.kept_prefixes import KeptPrefixes
 from ringattn.launch.serve.grammar import make_compiler
 from ringattn.launch.serve.http.chat_format import chat_format
+from ringattn.launch.serve.kept_prefixes import KeptPrefixes
 from ringattn.launch.serve.messages import Settings, Stop
 from ringattn.launch.serve.model_runner import ModelRunner
 from ringattn.launch.serve.models import (

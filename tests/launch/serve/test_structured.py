@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringattn.launch.serve import scheduler
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.grammar import NEEDED, GrammarCompiler, GrammarError, TokenGrammar
 from ringattn.launch.serve.model_runner import ModelRunner
@@ -232,6 +233,17 @@ def test_an_answer_with_a_grammar_keeps_the_server_until_its_end(monkeypatch):
         assert begun.wait(60)
         served.engine.stop(60.0)
         assert found.result().json()["choices"][0]["message"]["content"] == "some longer text"
+
+
+def test_preempted_answers_with_grammars_go_on(monkeypatch):
+    """Pages for two and a half answers are shared by six; each is written by its grammar to the end."""
+    monkeypatch.setattr(scheduler, "HEADROOM", 0)
+    texts = [f"answer {place} that is long enough to fill some pages" for place in range(6)]
+    with FakeServer(FakeRunner(pages=20)) as served, ThreadPoolExecutor(6) as threads:
+        found = threads.map(lambda text: post(served, max_tokens=60, structured_outputs={"choice": [text]}), texts)
+        assert [one.json()["choices"][0]["message"]["content"] for one in found] == texts
+        assert served.engine.scheduler.preemptions > 0
+        served.assert_idle()
 
 
 def test_a_grammar_that_becomes_too_complex_fails_its_answer_alone(monkeypatch):
