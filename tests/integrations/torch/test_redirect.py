@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_without_a_sharding_one_process_runs_as_before() -> None:
 def test_copies_of_a_redirected_model_have_their_own_weights() -> None:
     model = make()
     redirect_sdpa(model.blocks)
-    other = copy.deepcopy(model)
+    other: Any = copy.deepcopy(model)
     nn.init.zeros_(other.blocks[1].proj.weight)
     nn.init.zeros_(other.blocks[1].proj.bias)
     x = torch.ones(1, 3, 16, dtype=FP64)
