@@ -18,6 +18,7 @@ ROWS = [
             ("Mistral (sliding window)", "mistral"),
             ("Gemma 3 (text)", "gemma3"),
             ("GPT-OSS (sinks)", "gpt_oss"),
+            ("Mixtral with the loss that balances its experts", "mixtral"),
             ("ModernBERT (masked language model)", "modernbert"),
         )
     ),
@@ -48,7 +49,7 @@ ROWS = [
         _REFUSED,
         kind="router",
         refusal="router_aux_loss_coef must be 0.0 where ranks share a sequence",
-        advice="`router_aux_loss_coef=0.0`",
+        advice="`router_aux_loss_coef=0.0`, or `RingTrainer`",
     ),
     ModelRow(
         "prompt, prefix and P-tuning of PEFT",

@@ -144,7 +144,7 @@ def attend(
                 "shard_batch"
             )
         else:
-            _check_sharded(module, position_ids, sharding, mask, others, tree, recurrence is not None)
+            _check_sharded(module, position_ids, sharding, mask, tree, recurrence is not None)
         packed = sharding is not None and sharding.documents is not None
         window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=packed)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
@@ -292,7 +292,6 @@ def _check_sharded(
     position_ids: Positions,
     sharding: Sharding,
     mask: RingMask | None,
-    others: dict[str, Any],
     tree: Tree | None,
     recurrent: bool,
 ) -> None:
@@ -323,7 +322,6 @@ def _check_sharded(
         check_positions(position_ids, sharding, mask, _layer_index(module), first_position, limits)
     if limits and (position_ids is NOT_PASSED or torch.compiler.is_compiling()):
         check_rope_scaling(limits, rank_end_positions(sharding))
-    check_supported(others if "output_router_logits" in others else config, "sharded router")
 
 
 def _resolve_union(

@@ -176,6 +176,7 @@ def _after(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output
     gather = bool(kwargs.get("gather_outputs"))
     if _is_innermost(module):
         _gather(module, output, sharding, gather)
+        _gather_routers(output, sharding)
     if not gather:
         with sharding.ring.propagate_errors():
             _check_rows(module, output, sharding)
@@ -243,8 +244,48 @@ def _gather(module: nn.Module, output: Any, sharding: Sharding, gather: bool) ->
         output.last_hidden_state = whole
 
 
+def _gather_routers(output: Any, sharding: Sharding) -> None:
+    """Give every rank the router logits of all rows, from which a model computes the loss that balances its experts.
+
+    That loss is no mean over the rows of ranks, and all ranks then compute that of one process. Its gradient is right in the mean
+    over ranks (Note [Gradient of a loss that every rank computes] of trainer.py).
+    """
+    logits: Any = getattr(output, "router_logits", None)
+    if not logits or sharding.world_size == 1:
+        return
+    b = output.last_hidden_state.shape[0]
+    rows = [x.reshape(b, sharding.shard_len, -1) for x in logits]  # b s e
+    whole = sharding.unshard(torch.cat(rows, -1)).split([x.shape[-1] for x in rows], -1)
+    output.router_logits = tuple(
+        x.reshape(*((-1,) if old.dim() == 2 else (b, -1)), x.shape[-1]) for x, old in zip(whole, logits, strict=True)
+    )
+
+
+def balancing_loss(module: nn.Module, output: Any) -> Tensor | None:
+    """Return the part of a model's loss that balances its experts; None where it has none."""
+    loss: Any = getattr(output, "aux_loss", None)
+    if not isinstance(loss, Tensor) or getattr(output, "loss", None) is None:
+        return None
+    config: Any = getattr(module, "config", None)
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    found = [x for owner in (module, config) for name in names if (x := getattr(owner, name, None)) is not None]
+    if not found:
+        raise NotImplementedError(
+            f"a model that balances experts must have router_aux_loss_coef where ranks share a sequence, got none in "
+            f"{type(module).__name__}; set model.config.output_router_logits = False"
+        )
+    return found[0] * loss
+
+
 def _check_rows(module: nn.Module, output: Any, sharding: Sharding) -> None:
     """Raise when an output does not have this rank's rows: something chose among them."""
+    routers = getattr(output, "router_logits", None) or ()
+    if any(isinstance(x, Tensor) and x.shape[:-1].numel() % sharding.seq_len for x in routers):
+        raise NotImplementedError(
+            f"router logits must be those of the {sharding.seq_len} rows of all ranks, got {tuple(routers[0].shape)} from "
+            f"{type(module).__name__}, which does not return them with its hidden states; leave output_router_logits out, and set "
+            "model.config.output_router_logits = False"
+        )
     if isinstance(output, ModelOutput):
         entries = {name: x for name, x in output.items() if name.endswith(("logits", "embeddings")) or name in _OF_ROWS}
     else:
@@ -277,7 +318,9 @@ def _check_loss(module: nn.Module, kwargs: dict[str, Any], output: Any, sharding
     rows, wanted = logits.detach().flatten(0, 1), labels.flatten().to(logits.device)
     pieces = zip(rows.split(LOSS_ROWS), wanted.split(LOSS_ROWS), strict=True)
     total = sum(float(nn.functional.cross_entropy(x.float(), y, reduction="sum")) for x, y in pieces)
-    found, expected = float(loss.detach()), total / float(count)
+    balance = balancing_loss(module, output)
+    found = float(loss.detach()) - (0.0 if balance is None else float(balance))
+    expected = total / float(count)
     # models that have just been made have much the same loss with any labels
     tolerance = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 1e-2
     equal = abs(found - expected) <= tolerance * (1 + abs(expected))

@@ -443,12 +443,6 @@ TABLE = (
         use_cache="use_cache must be False when there is a sharding, whose keys are not stored; pass use_cache=False, as "
         "shard_batch does. To generate, use RingCache",
     ),
-    # keywords, or else the config, of a call whose rows are on several ranks
-    *_without(
-        "sharded router",
-        output_router_logits="output_router_logits must be False where ranks share a sequence, got True: the loss that balances "
-        "experts would be of each rank's tokens alone; leave it out, and set model.config.output_router_logits = False",
-    ),
     # the keywords of a model call with a RingCache
     *(
         Unsupported(
@@ -516,8 +510,8 @@ TABLE = (
     # a RingTrainer whose ring has several ranks
     *_without(
         "shared trainer",
-        aux_loss_enabled="router_aux_loss_coef must be 0.0 where ranks share a sequence: the loss that balances experts would be "
-        "of each rank's tokens alone; pass router_aux_loss_coef=0.0 in the arguments",
+        aux_loss_enabled="router_aux_loss_coef must be 0.0 where ranks share a sequence: TRL would add the loss that balances "
+        "experts on each rank by its own; pass router_aux_loss_coef=0.0 in the arguments, or train with RingTrainer",
     ),
     Unsupported(
         "shared trainer",

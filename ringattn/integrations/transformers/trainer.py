@@ -38,7 +38,7 @@ from ringattn.integrations.transformers import register
 from ringattn.integrations.transformers.batch import IGNORE_INDEX, RingCollator, shard_batch
 from ringattn.integrations.transformers.chunked_loss import enable_chunked_loss
 from ringattn.integrations.transformers.model_forward import untraced
-from ringattn.integrations.transformers.model_hooks import check_attention, check_models_of
+from ringattn.integrations.transformers.model_hooks import balancing_loss, check_attention, check_models_of
 from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
 from ringattn.integrations.transformers.support import NAME, check_supported, inner_model, predicts_in_place
 from ringattn.plan.sharding import Sharding
@@ -220,9 +220,24 @@ class RingTrainerMixin(_Base):
             elif not self._loss_checked and "num_items_in_batch" in inputs:
                 self._check_count(model, inputs, count)
         before = num_forwards()
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        shared = self.loss_by_model and self.ring.world_size > 1
+        result: Any = super().compute_loss(model, inputs, return_outputs or shared, num_items_in_batch)
         check_attention(cast(nn.Module, self.model), before)
-        return result
+        if not shared:
+            return result
+        loss, outputs = result
+        # Trainer multiplies the whole loss by the number of processes, and this part is whole on every rank of a ring
+        balance = self._balance(outputs, num_items_in_batch)
+        loss = loss if balance is None else loss - balance * (1 - 1 / self.ring.world_size)
+        return (loss, outputs) if return_outputs else loss
+
+    def _balance(self, outputs: Any, num_items_in_batch: Any) -> Tensor | None:
+        """Return the part of a loss that balances experts, as Trainer has multiplied it; None where there is none."""
+        if self.label_smoother is not None:
+            return None
+        balance = balancing_loss(cast(nn.Module, self.model), outputs)
+        scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return balance * self.args.world_size if balance is not None and scaled else None
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -343,8 +358,10 @@ class RingTrainerMixin(_Base):
             more = {**inputs, "num_items_in_batch": times * inputs["num_items_in_batch"]}
             # the dropout of training stays the same without a trial
             with torch.no_grad(), torch.random.fork_rng([self.args.device] if self.args.device.type == "cuda" else []):
-                loss: Any = super().compute_loss(model, more, num_items_in_batch=times * num_items_in_batch)
-                tried.append(float(loss))
+                loss: Any
+                loss, outputs = super().compute_loss(model, more, True, times * num_items_in_batch)
+                balance = self._balance(outputs, num_items_in_batch)
+                tried.append(float(loss) - (0.0 if balance is None else float(balance)))
         # a rank without labels has a loss of 0, and passes
         halved = not abs(tried[0] - 2 * tried[1]) > abs(tried[0]) / 4
         if not self.ring.all_reduce_min(int(halved)):

@@ -73,6 +73,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
         "moe_layers": [],
     },
+    "mixtral": {
+        "model_type": "mixtral",
+        **_COMMON,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.3,
+    },
     "gpt2": {
         "model_type": "gpt2",
         **{name: _COMMON[name] for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")},

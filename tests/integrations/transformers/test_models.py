@@ -16,7 +16,7 @@ from ringattn.integrations.transformers import shard_batch
 from tests.integrations.transformers.models import gradients, learn, make, tokens
 from tests.support.pool import Pools
 
-DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4", "gpt2")
+DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4", "gpt2", "mixtral")
 FIVE = transformers.__version__.startswith("5.")
 ENCODERS = ("bert", "modernbert") if FIVE else ()
 """These are on the attention interface in 5.x only; EmbeddingGemma, which has no head, is in both."""
@@ -28,7 +28,7 @@ EAGER = ("gemma2", "gpt_oss")
 
 def _dtype(kind: str) -> torch.dtype:
     # so are the experts of 5.x
-    return torch.float32 if kind in (*EAGER, "llama4") else torch.float64
+    return torch.float32 if kind in (*EAGER, "llama4", "mixtral") else torch.float64
 
 
 def on_ranks(
@@ -100,6 +100,15 @@ def test_every_layout_and_world_size_is_the_same_model(pool: Pools, layout: str,
     assert_equal(
         pool(world_size).run(on_ranks, "mistral", batch, layout, {})[0], alone("mistral", batch, implementation)
     )
+
+
+@pytest.mark.dist
+def test_experts_are_balanced_over_the_tokens_of_all_ranks(pool: Pools) -> None:
+    """With padding, which the balance leaves out; gradients of the routers are those of one process."""
+    batch = _padded("right")
+    expected = alone("mixtral", batch)
+    assert_equal(pool(2).run(on_ranks, "mixtral", batch, "zigzag", {})[0], expected)
+    assert abs(expected[0] - alone("mixtral", batch, output_router_logits=False)[0]) > 0.1
 
 
 def _padded(side: str) -> dict[str, Tensor]:

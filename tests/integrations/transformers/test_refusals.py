@@ -504,28 +504,6 @@ def test_rotary_positions_have_no_table() -> None:
     assert max_learned_positions(make("llama", "ringattn")) is None
 
 
-def share_experts(where: str) -> list[str]:
-    ring, ids, found = Ring(), tokens(12), []
-    model = make("gpt_oss", "ringattn", torch.float32, output_router_logits=where == "config")
-    part = shard_batch({"input_ids": ids, "labels": ids}, ring)
-    said = {"config": {}, "call": {"output_router_logits": True}}[where]
-    for options in (said, {"output_router_logits": False}):
-        try:
-            model(**part, **options)
-            found.append("")
-        except NotImplementedError as error:
-            found.append(str(error))
-    return found
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("where", ["config", "call"])
-def test_the_loss_that_balances_experts_is_refused_where_ranks_share_tokens(pool: Pools, where: str) -> None:
-    for refused, without in pool(2).run(share_experts, where):
-        assert "output_router_logits must be False where ranks share a sequence" in refused
-        assert not without
-
-
 def test_generating_with_a_cache_is_refused() -> None:
     model = make("llama", "ringattn").eval()
     with pytest.raises(NotImplementedError, match="decoding with a cache"):
