@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -161,7 +162,26 @@ def models() -> str:
     return table(["my model", "run with", "", "do this"], lines)
 
 
-TABLES = {"work": work, "kernels": kernels, "moved": moved, "models": models}
+def families() -> str:
+    """Verdicts on the causal families of transformers, as `families.py` has found them."""
+    found = json.loads((HERE / "results" / "families.json").read_text())
+    rows: list[list[object]] = []
+    untried: list[str] = []
+    for kind, verdicts in sorted(found["families"].items()):
+        if any(verdict.startswith("not tried") for verdict in verdicts.values()):
+            untried.append(f"`{kind}`")
+            continue
+        reasons = {verdict.partition(": ")[2] for verdict in verdicts.values()} - {""}
+        # a pipe would end the cell
+        rows.append(
+            [f"`{kind}`", *(verdict.partition(":")[0] for verdict in verdicts.values()), "; ".join(sorted(reasons))]
+        )
+    untried_text = f"Not tried, as no small random model of the family could be made: {', '.join(untried)}."
+    heads = ["family", "plain", "padded", "packed", "the error says"]
+    return f"With transformers {found['transformers']}. {untried_text}\n\n{table(heads, rows)}"
+
+
+TABLES = {"work": work, "kernels": kernels, "moved": moved, "models": models, "families": families}
 
 
 def fill(page: str) -> str:

@@ -14,7 +14,7 @@ from collections import defaultdict
 import pytest
 
 SEED = 0
-RATES = {"emulated": 0.19, "interpreted": 0.25, "compiled": 0.14, "models": 0.27}
+RATES = {"emulated": 0.19, "interpreted": 0.25, "compiled": 0.14, "models": 0.27, "families": 0.08}
 """Share of the cases of a test that runs, by marker; at least one runs."""
 RELEASES = {"triton": ("3.7", "3.6", "3.8"), "transformers": ("5", "4.57")}
 """Releases in the order in which they take the next cases of a sample."""

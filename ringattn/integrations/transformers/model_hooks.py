@@ -279,7 +279,7 @@ def balancing_loss(module: nn.Module, output: Any) -> Tensor | None:
 
 def _check_rows(module: nn.Module, output: Any, sharding: Sharding) -> None:
     """Raise when an output does not have this rank's rows: something chose among them."""
-    routers = getattr(output, "router_logits", None) or ()
+    routers: Any = getattr(output, "router_logits", None) or ()
     if any(isinstance(x, Tensor) and x.shape[:-1].numel() % sharding.seq_len for x in routers):
         raise NotImplementedError(
             f"router logits must be those of the {sharding.seq_len} rows of all ranks, got {tuple(routers[0].shape)} from "

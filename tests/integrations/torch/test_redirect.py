@@ -74,7 +74,7 @@ def put_on_ring(model: Transformer) -> Ring:
     sharding = ring.sharding(11, "contiguous")
     redirect_sdpa(model.blocks)
     model.blocks.register_forward_pre_hook(lambda _, args: (sharding.shard(args[0]),))
-    model.blocks.register_forward_hook(lambda _, args, output: sharding.unshard(output))
+    model.blocks.register_forward_hook(lambda *called: sharding.unshard(called[2]))  # pyright: ignore[reportArgumentType]
     return ring
 
 
