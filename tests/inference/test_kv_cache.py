@@ -39,7 +39,7 @@ MASKS = [fold_mask(causal=causal, window=window, chunk_len=chunk_len) for causal
 def make(rank: int = 0, world_size: int = 1, **changes: Any) -> PagedKVCache:
     """A small cache of a rank of a ring whose other ranks are not there."""
     ring = Ring()
-    ring.rank, ring.world_size = rank, world_size
+    ring.rank, ring.world_size, ring.virtual_size, ring.hosted = rank, world_size, world_size, range(rank, rank + 1)
     facts: dict[str, Any] = {
         "layers": 2, "kv_heads": HEADS, "head_dim": D, "v_head_dim": DV, "dtype": torch.float32, "pages": 12, "page_size": 4,
         "device": "cpu",
