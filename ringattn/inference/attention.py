@@ -6,6 +6,7 @@ first layer; later layers find it in `ForwardBatch.calls`. Resolved calls do not
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -333,6 +334,8 @@ def _attend(step: ForwardBatch, layer: int, given: _Given | _LatentGiven, option
         known = (
             _Decode(options, options.scale(q), None if options.has_bounds else _decode_bounds(step, options.mask))
             if spec is None
+            else _plan_ranks(step, spec, options, q, tensors, up)
+            if step.ranks
             else _plan_prefill(step, spec, options, q, tensors, up)
         )
         step.calls[key] = known
@@ -340,10 +343,80 @@ def _attend(step: ForwardBatch, layer: int, given: _Given | _LatentGiven, option
         _check_gradients(given)
     with torch.no_grad():
         k, v = step.put(layer, *given.stored(), contain=known.contains)
-        # pages are read as they are, copies of latents are expanded
-        pages = None if known.kv_access == "copies" else up
-        o = known.attend(step, layer, q if pages is None else pages.absorb(q), k, v, tensors, up)
-        return o if pages is None else pages.project(o)
+        return _run(known, step, layer, q, k, v, tensors, up)
+
+
+def _run(
+    known: _Decode | prefill.Prefill | _PrefillOfRanks,
+    step: ForwardBatch,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: ScoreTensors,
+    up: UpWeights | None,
+) -> Tensor:
+    """Return o of the rows of a resolved call."""
+    if isinstance(known, _PrefillOfRanks):
+        return known.attend(step, layer, q, k, v, tensors, up)
+    # pages are read as they are, copies of latents are expanded
+    pages = None if known.kv_access == "copies" else up
+    o = known.attend(step, layer, q if pages is None else pages.absorb(q), k, v, tensors, up)
+    return o if pages is None else pages.project(o)
+
+
+@dataclass(frozen=True, eq=False)
+class _PrefillOfRanks:
+    """A resolved prefill of a process with virtual ranks: that of each, as a process of its own would make it."""
+
+    calls: tuple[prefill.Prefill, ...]
+
+    @property
+    def contains(self) -> bool:
+        return self.calls[0].contains
+
+    @property
+    def comm_mode(self) -> str:
+        return self.calls[0].comm_mode
+
+    @property
+    def kv_access(self) -> str:
+        return self.calls[0].kv_access
+
+    def attend(
+        self,
+        step: ForwardBatch,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: ScoreTensors,
+        up: UpWeights | None,
+    ) -> Tensor:
+        """Return o `b s h dv` of the rows of all virtual ranks of this process."""
+        rows = [x.split(_row_counts(step), 1) for x in (q, k, v)]
+
+        def run(i: int) -> Tensor:
+            q, k, v = (parts[i] for parts in rows)
+            # rows of latents are contiguous
+            k = k if up is None else k.contiguous()
+            return _run(self.calls[i], step.ranks[i], layer, q, k, v, tensors, up)
+
+        return torch.cat(step.cache.ring.run_ranks(q.device, run), 1)
+
+
+def _row_counts(step: ForwardBatch) -> list[int]:
+    return [one.rows for one in step.ranks]
+
+
+def _plan_ranks(
+    step: ForwardBatch, spec: AttentionSpec, options: _Options, q: Tensor, tensors: ScoreTensors, up: UpWeights | None
+) -> _PrefillOfRanks:
+    calls = []
+    for one, part in zip(step.ranks, q.split(_row_counts(step), 1), strict=True):
+        own = dataclasses.replace(spec, sharding=one.sharding, kv_sharding=one.kv_sharding)
+        calls.append(_plan_prefill(one, own, options, part, tensors, up))
+    return _PrefillOfRanks(tuple(calls))
 
 
 def _plan_prefill(
@@ -400,16 +473,35 @@ class _Decode:
     ) -> Tensor:
         """Return o `batch rows h dv`, the same bits on all ranks; the keys are in the cache, and q is for them."""
         del k, v, up
+        cache, wide = step.cache, accumulation_dtype(q.dtype)
+        (b, s), h, dv = step.tiles, q.shape[2], step.cache.v_head_dim
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        if step.pieces is not None:
+            q = q[0].unflatten(0, (b, s))
+        stacks = [self._partials(one, layer, q, tensors) for one in step.ranks or (step,)]
+        sinks = None if tensors.sinks is None else tensors.sinks.to(wide)
+        o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
+        lse = torch.empty(b, h, s, dtype=wide, device=q.device)
+        if wide == torch.float32 and not step.ranks:
+            cache.ring.partial_reducer(q.device).merge_partials(stacks[0], b, s, h, dv, sinks, o, lse)
+            return o.view(step.batch, step.rows, h, dv)
+        # reducers are for fp32 and one part per process
+        mine = stacks[0].new_empty(len(stacks), dispatch.parts_len(b * s * h, dv))
+        for stack, part in zip(stacks, mine, strict=True):
+            merge_parts(stack, part, b * s * h, dv)
+        stack = torch.cat(cache.ring.gather(mine, 0, (len(stacks),) * cache.ring.world_size))
+        finish_parts(stack, b * s * h, dv, sinks, o, lse)
+        return o.view(step.batch, step.rows, h, dv)
+
+    def _partials(self, step: ForwardBatch, layer: int, q: Tensor, tensors: ScoreTensors) -> Tensor:
+        """Return the stack of packed parts of rows q `b s h d` over the keys of one rank."""
         cache, table, positions = step.cache, step.table, step.positions32
         assert table is not None, "decode has a table"
         assert positions is not None, "decode has int32 positions"
         wide = accumulation_dtype(q.dtype)
         (b, s), h = step.tiles, q.shape[2]
         dv, rows = cache.v_head_dim, b * s * h
-        q = q if q.stride(-1) == 1 else q.contiguous()
-        if step.pieces is not None:
-            q = q[0].unflatten(0, (b, s))
-        sinks, slopes = (None if x is None else x.to(wide) for x in tensors[:2])
+        slopes = None if tensors.alibi_slopes is None else tensors.alibi_slopes.to(wide)
         score = Score(self.scale, self.options.softcap, alibi_slopes=slopes)
         blocks, width = table.pages.shape[1], max(cache.head_dim, dv)
         shape, packed = (b, s, h, cache.kv_heads, blocks, cache.page_size), step.pieces is not None
@@ -435,17 +527,7 @@ class _Decode:
             dispatch.decode(
                 call, parts[i], split_plan=step.once(key, functools.partial(dispatch.plan_splits, call, splits))
             )
-        o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
-        lse = torch.empty(b, h, s, dtype=wide, device=q.device)
-        if wide == torch.float32:
-            cache.ring.partial_reducer(q.device).merge_partials(stack, b, s, h, dv, sinks, o, lse)
-            return o.view(step.batch, step.rows, h, dv)
-        # reducers are for fp32
-        mine = torch.empty_like(stack[:1])
-        merge_parts(stack, mine[0], rows, dv)
-        stack = torch.cat(cache.ring.gather(mine, 0, (1,) * cache.ring.world_size))
-        finish_parts(stack, rows, dv, sinks, o, lse)
-        return o.view(step.batch, step.rows, h, dv)
+        return stack
 
 
 def _check_call(
@@ -473,7 +555,7 @@ def _check_call(
         dropout_p=0.0,
         impl=cache.ring.impl,
         backward="auto",
-        deterministic=False,
+        deterministic=bool(step.ranks),  # as in training, so that the same kernels are chosen
         latents=_latents_of(step, up is not None),
         forward_only=True,
     )

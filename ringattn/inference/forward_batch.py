@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
@@ -69,6 +69,8 @@ class ForwardBatch:
         known: `PageAllocator.changes` when the batch was last found to be current.
         compared: Ranks have compared the batch, as far as they do (consistency.py).
         calls: Resolved calls by options and shapes, one per kind (attention.py); its layers share what `once` finds.
+        ranks: The batch of each virtual rank of this process, whose rows follow one another here; in decode each has all. Empty
+            where the ring has no virtual ranks.
         pieces: decode: number of pieces and rows of each, if requests are packed (Note [Pieces] of static_batch.py); else None.
     """
 
@@ -99,6 +101,7 @@ class ForwardBatch:
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
     shared: dict[Hashable, Tensor | None] = field(default_factory=dict, repr=False)
     pieces: tuple[int, int] | None = None
+    ranks: tuple[ForwardBatch, ...] = field(default=(), repr=False)
 
     compares_rarely: ClassVar[bool] = False
     """Whether ranks compare such batches only from time to time, also when their requests change (consistency.py)."""
@@ -231,6 +234,8 @@ def make_forward_batch(
     cache: KVPool, requests: Sequence[int], counts: Sequence[int], mode: Literal["prefill", "decode"], same_length: bool
 ) -> ForwardBatch:
     """Make the batch of new tokens whose pages were assigned; same_length: requests of a prefill keep a batch dimension."""
+    if cache.ranks:
+        return _join(cache, [make_forward_batch(one, requests, counts, mode, same_length) for one in cache.ranks])
     allocator = cache.allocator
     here = allocator.get_requests(requests)
     lengths, firsts = tuple(one.length for one in here), tuple(one.first for one in here)
@@ -246,6 +251,41 @@ def make_forward_batch(
         last = tuple((i, counts[0] - 1) for i in range(len(requests)))
         return ForwardBatch(*common, *shape, **metadata.tensors(shape), last_rows=last, known=allocator.changes)
     return _prefill_step(common, same_length)
+
+
+def _join(cache: KVPool, ranks: Sequence[ForwardBatch]) -> ForwardBatch:
+    """Return the batch of a process from those of its virtual ranks."""
+    first, ring, each = ranks[0], cache.ring, cache.allocator.pages * cache.page_size
+
+    def in_process(slots: Sequence[Tensor | None]) -> list[Tensor]:
+        return [torch.where(x < 0, x, x + i * each) for i, x in enumerate(slots) if x is not None]
+
+    slots = in_process([one.slots for one in ranks])
+    common: dict[str, Any] = {"cache": cache, "ranks": tuple(ranks), "calls": {}}
+    if first.mode == "decode":
+        # one rank stores a token, and others have -1
+        return replace(first, slots=torch.stack(slots).amax(0), table=None, **common)
+    sharding, kv_sharding = (
+        x and Sharding(x.seq_len, x.layout, x.virtual_shards, ring.rank, x.documents, ring=ring, device=cache.device)
+        for x in (first.sharding, first.kv_sharding)
+    )
+    befores = accumulate([one.rows for one in ranks], initial=0)
+    lasts = [
+        [last and (last[0], before + last[1]) for last in one.last_rows]
+        for one, before in zip(ranks, befores, strict=False)
+    ]
+    return replace(
+        first,
+        rows=sum(one.rows for one in ranks),
+        positions=torch.cat([one.positions for one in ranks], 1),
+        taken=torch.cat([one.taken for one in ranks]),
+        slots=torch.cat(slots, 1),
+        last_rows=tuple(next(filter(None, found), None) for found in zip(*lasts, strict=True)),
+        sharding=sharding,
+        kv_sharding=kv_sharding,
+        kv_slots=torch.cat(in_process([one.kv_slots for one in ranks]), 1),
+        **common,
+    )
 
 
 def _prefill_step(common: tuple, same_length: bool) -> ForwardBatch:

@@ -51,9 +51,10 @@ class PagedKVCache(KVPool):
         latent: (r, dr), in place of kv_heads, head_dim and v_head_dim: one row of r + dr columns per token, a latent and its
             rotary key, for `latent_attend`.
         dtype: Dtype of keys and values as attention gets and reads them.
-        pages: Pages of each rank.
-        memory: Bytes for the pages of each rank, in place of `pages`. Default: 70% of the memory that is free on the fullest GPU
-            of the ring; on CPUs one of them must be given.
+        pages: Pages of each rank; in a ring of virtual ranks of each of them, so that tokens have the same places for every number
+            of processes.
+        memory: Bytes for the pages of each rank, or virtual rank, in place of `pages`. Default: 70% of the memory that is free on
+            the fullest GPU of the ring; on CPUs, and for virtual ranks, one of them must be given.
         page_size: Tokens of a page.
         kv_dtype: Dtype that pages are stored in: None for dtype, or torch.float8_e4m3fn, half the bytes of bf16: every row of a
             head is then scaled by its largest element and rounded to three bits of mantissa (Note [fp8 rows] in
@@ -86,12 +87,12 @@ class PagedKVCache(KVPool):
 
     @property
     def free_pages(self) -> tuple[int, ...]:
-        """Pages of each rank that store nothing; some may be reserved."""
+        """Pages of each rank, or virtual rank, that store nothing; some may be reserved."""
         return self.allocator.free_pages
 
     @property
     def used_pages(self) -> tuple[int, ...]:
-        """Pages of each rank that store something."""
+        """Pages of each rank, or virtual rank, that store something."""
         return tuple(self.allocator.pages - free for free in self.allocator.free_pages)
 
     add_request = _collective(PageAllocator.add_request)
@@ -118,11 +119,13 @@ class PagedKVCache(KVPool):
             ValueError: A request is unknown or was not extended with the others, or index does not name one for each.
         """
         with self._propagate_errors():
-            moves = [move for move in self.allocator.reorder(requests, index) if move.rank == self.ring.rank]
+            here, pages = self.ring.hosted, self.allocator.pages
+            moves = [move for move in self.allocator.reorder(requests, index) if move.rank in here]
         if not moves:
             return
         source, target = (
-            torch.tensor([getattr(move, name) for move in moves], device=self.device) for name in ("source", "target")
+            torch.tensor([getattr(x, name) + here.index(x.rank) * pages for x in moves], device=self.device)
+            for name in ("source", "target")
         )
         for pool in self.stored:
             bits = pool.view(torch.uint8) if self.is_quantised and pool.dtype == self.kv_dtype else pool
@@ -214,8 +217,14 @@ class PagedKVCache(KVPool):
 
         Raises:
             ValueError: A number is out of range.
+            NotImplementedError: The ring has virtual ranks.
         """
         numbers = {"batch": batch, "max_tokens": max_tokens, "max_blocks": 1 if max_blocks is None else max_blocks}
+        if self.ring.is_virtual:
+            error = "a static batch must be of a ring without virtual ranks, which decode without graphs, got"
+            self.ring.raise_on_all_ranks(
+                NotImplementedError(f"{error} virtual_size={self.ring.virtual_size}; use extend without into")
+            )
         # it may be written outside of inference mode
         with self._propagate_errors(), torch.inference_mode(False):
             for name, value in numbers.items():

@@ -6,15 +6,17 @@ block tables name, so rows of freed requests, NaN included, do not matter. In a 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from ringattn.inference.consistency import ConsistencyChecker
 from ringattn.inference.page_allocator import PageAllocator
+from ringattn.inference.virtual_rank import VirtualRank
 from ringattn.kernels.decode.dispatch import select_decode_kernel
 from ringattn.kernels.kv import pages as rows
 from ringattn.kernels.registry import SelectedKernels
@@ -45,6 +47,8 @@ class KVPool:
     kernels/decode/dispatch.py), and v_scale is k_scale.
 
     Attributes:
+        ranks: In a ring of virtual ranks the pool of each of this process's: the pages that a process of its own would have, which
+            are a part of these, with the allocator of all. Else empty.
         latent: Of a cache of latents: columns of a latent, and of its rotary key.
         consistency: Comparisons between ranks.
         reserved_bytes: Bytes of the ring's buffers that prefills have reserved, by kind.
@@ -53,7 +57,7 @@ class KVPool:
         kv_dtype: Dtype that pages are stored in.
         bytes_per_token: Bytes of all layers, k and v, and scales.
         stored: The tensors that hold memory.
-        k: `layers pages hk page_size d`.
+        k: `layers pages hk page_size d`; the pages of one virtual rank after another.
         v: `layers pages hk page_size dv`.
         k_scale: With fp8: `layers pages hk page_size` fp32, else None.
         v_scale: With fp8: `layers pages hk page_size` fp32, else None.
@@ -89,7 +93,7 @@ class KVPool:
             scale = torch.float32.itemsize if self.is_quantised else 0
             self.bytes_per_token = layers * self.kv_heads * sum(dim * self.kv_dtype.itemsize + scale for dim in dims)
             sizes = (layers, self.kv_heads, self.head_dim, self.v_head_dim, self.latent)
-            sizes = (*sizes, dtype, self.kv_dtype, page_size, pages, memory)
+            sizes = (*sizes, dtype, self.kv_dtype, page_size, pages, memory, ring.virtual_size)
         ring.assert_equal_across_ranks("a cache of keys and values", " ".join(map(str, (*sizes, device.type))))
         least = None
         if device.type == "cuda":
@@ -105,16 +109,18 @@ class KVPool:
                     f"memory must hold a page of {page_size} tokens at least, {page_bytes} bytes, got {size} on each rank; "
                     "give more memory or use smaller pages"
                 )
-        needed = pages * page_bytes
+        hosted = len(ring.hosted)
+        needed = hosted * pages * page_bytes
         if least is not None and needed > least:
             raise ValueError(
-                f"{pages} pages of {page_size} tokens need {needed} bytes on each rank, got {least} that are free on the "
-                f"fullest GPU of the ring; use at most {least // page_bytes} pages, or kv_dtype=torch.float8_e4m3fn"
+                f"{hosted * pages} pages of {page_size} tokens need {needed} bytes on each rank, got {least} that are free on the "
+                f"fullest GPU of the ring; use at most {least // page_bytes // hosted} pages, or "
+                "kv_dtype=torch.float8_e4m3fn"
             )
-        self.allocator = PageAllocator(ring.world_size, pages, page_size, page_bytes)
+        self.allocator = PageAllocator(ring.virtual_size, pages, page_size, page_bytes)
         self.consistency = ConsistencyChecker(ring)
         self.reserved_bytes: dict[str, tuple[int, ...]] = {}
-        shape = (layers, pages, self.kv_heads, page_size)
+        shape = (layers, hosted * pages, self.kv_heads, page_size)
         # rows are written in inference mode and outside of it
         with ring.propagate_errors(), torch.inference_mode(False):
             pools = [torch.zeros(*shape, dim, dtype=self.kv_dtype, device=device) for dim in dims]
@@ -122,6 +128,19 @@ class KVPool:
             self.k, self.v = pools[0], pools[0][..., : self.v_head_dim] if self.latent else pools[1]
             self.k_scale, self.v_scale = scales[0], scales[-1]
             self.stored = tuple(x for x in (*pools, *scales) if x is not None)
+            self.ranks: tuple[KVPool, ...] = ()
+            if ring.is_virtual:
+                self.ranks = tuple(self._of_rank(i) for i in range(hosted))
+
+    def _of_rank(self, index: int) -> KVPool:
+        """Return the pool of a virtual rank of this process."""
+        found, first = copy.copy(self), index * self.allocator.pages
+        mine = slice(first, first + self.allocator.pages)
+        found.k, found.v = self.k[:, mine], self.v[:, mine]
+        if self.k_scale is not None and self.v_scale is not None:
+            found.k_scale, found.v_scale = self.k_scale[:, mine], self.v_scale[:, mine]
+        found.ring, found.reserved_bytes = cast("Ring", VirtualRank(self.ring, index, self.device)), {}
+        return found
 
     @property
     def is_quantised(self) -> bool:
@@ -187,8 +206,9 @@ class KVPool:
             raise ValueError(
                 f"pages and memory must not both be given, got {pages} and {memory}; leave one of them out"
             )
-        if pages is None and memory is None and self.device.type != "cuda":
-            raise ValueError(f"pages or memory must be given on {self.device.type}, got neither; give one of them")
+        if pages is None and memory is None and (self.device.type != "cuda" or self.ring.is_virtual):
+            where = "for virtual ranks" if self.ring.is_virtual else f"on {self.device.type}"
+            raise ValueError(f"pages or memory must be given {where}, got neither; give one of them")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be float16, bfloat16, float32 or float64, got {self.dtype}; give the model's")
         if self.kv_dtype not in (self.dtype, rows.FP8):
