@@ -170,6 +170,8 @@ def capture_obstacle(model: nn.Module, cache: PagedKVCache) -> str | None:
     device = cache.device
     if device.type != "cuda":
         return f"graphs need a GPU, and the cache is in {device.type} memory"
+    if cache.ranks:
+        return f"its ring has virtual ranks, virtual_size={cache.ring.virtual_size}"
     reducer = cache.ring.partial_reducer(device)
     if not reducer.capturable:
         return f"the exchange of partials can not be captured ({reducer})"

@@ -101,6 +101,8 @@ def _is_innermost(module: nn.Module) -> bool:
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     step = kwargs.get("step")
     if isinstance(step, ForwardBatch) and _is_innermost(module) and not is_tower(module):
+        with step.cache.ring.propagate_errors():
+            check_supported(step.cache.ring, "ring")
         return _take(args, kwargs, new_tokens(step), partial(own_rows, step))
     sharding = kwargs.get("sharding")
     if not isinstance(sharding, Sharding) or is_tower(module):

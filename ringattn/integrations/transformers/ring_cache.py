@@ -92,8 +92,8 @@ class RingCache(Cache):
     Raises:
         ValueError: A number is less than 1, max_tokens exceeds the learned positions of the model, memory is missing, or graphs
             are required where there can be none; raised on every rank.
-        NotImplementedError: Tokens interact in some layers other than by attention, layers have keys of different sizes, or the
-            model is in a wrapper that is not known to call it unchanged.
+        NotImplementedError: Tokens interact in some layers other than by attention, layers have keys of different sizes, the model
+            is in a wrapper that is not known to call it unchanged, or a process of the ring hosts several virtual ranks.
         RuntimeError: In use: it is entered twice, or used outside of its `with`.
 
     Example:
@@ -113,6 +113,7 @@ class RingCache(Cache):
         graphs: bool | GraphCapturer | None = None,
     ) -> None:
         with ring.propagate_errors():
+            check_supported(ring, "ring")
             for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}")

@@ -342,7 +342,7 @@ TABLE = (
         "config of {subject.model_type}; run this model on one process, without a RingCache. To train gated delta rule or Mamba-2, "
         "call ringattn.integrations.transformers.replace_recurrent_layers(model) first",
     ),
-    # the ring of a call with a sharding
+    # the ring of a call with a sharding or a step
     Unsupported(
         "ring",
         lambda ring: ring.virtual_size if ring.virtual_size > ring.world_size else None,

@@ -18,8 +18,10 @@ import transformers
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.inference import CacheFull
-from ringattn.integrations.transformers import RingCache, register
+from ringattn.inference import CacheFull, PagedKVCache
+from ringattn.integrations.transformers import RingCache, register, run_step
+from ringattn.integrations.transformers.cuda_graph_runner import capture_obstacle
+from ringattn.integrations.transformers.support import cache_sizes
 from tests.integrations.transformers.models import CONFIGS, make, tokens
 from tests.support.graph_recorder import Reruns
 from tests.support.pool import Pools
@@ -50,9 +52,11 @@ def alone(kind: str, calls: list[dict[str, Any]]) -> list[Tensor]:
     return [model.generate(**call, past_key_values=cache).clone() for call in calls]
 
 
-def on_ranks(kind: str, calls: list[dict[str, Any]], sizes: dict[str, Any]) -> tuple[list[Tensor], bool]:
+def on_ranks(
+    kind: str, calls: list[dict[str, Any]], sizes: dict[str, Any], virtual_size: int | None = None
+) -> tuple[list[Tensor], bool]:
     """Tokens that a rank generates, and whether all pages are free again."""
-    ring = Ring()
+    ring = Ring(virtual_size=virtual_size)
     model = make(kind, "ringattn", torch.float32).eval()
     # ranks that were seeded differently must draw alike all the same
     torch.manual_seed(ring.rank)
@@ -64,9 +68,11 @@ def on_ranks(kind: str, calls: list[dict[str, Any]], sizes: dict[str, Any]) -> t
     return found, home and "forward" not in model.__dict__
 
 
-def assert_same(pool: Pools, world_size: int, kind: str, *calls: dict[str, Any], **sizes: Any) -> None:
+def assert_same(
+    pool: Pools, world_size: int, kind: str, *calls: dict[str, Any], virtual_size: int | None = None, **sizes: Any
+) -> None:
     expected = alone(kind, list(calls))
-    for found, home in pool(world_size).run(on_ranks, kind, list(calls), sizes):
+    for found, home in pool(world_size).run(on_ranks, kind, list(calls), sizes, virtual_size):
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.tolist() == theirs.tolist()
         assert home
@@ -102,6 +108,27 @@ def test_prompts_may_come_in_chunks(pool: Pools, kind: str, chunk: int) -> None:
     """Of few tokens, which every rank computes, and of more, which ranks share."""
     for world_size in (2, 4):
         assert_same(pool, world_size, kind, {**prompts(rows=2), **GREEDY, "prefill_chunk_size": chunk})
+
+
+@pytest.mark.dist
+def test_a_virtual_rank_per_process_generates_the_tokens_of_one_process(pool: Pools) -> None:
+    given = {**prompts(rows=2), **GREEDY, "prefill_chunk_size": 19}
+    assert_same(pool, 2, "llama", given, virtual_size=2)
+
+
+def test_several_virtual_ranks_of_a_process_are_refused_before_memory_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring, model = Ring(virtual_size=4), make("llama", "ringattn", torch.float32).eval()
+    cache = PagedKVCache(ring, **cache_sizes(model), dtype=model.dtype, pages=4, page_size=4, device="cpu")
+    step = cache.extend([cache.add_request(20)], [20])
+    with pytest.raises(NotImplementedError, match="one virtual rank per process, got virtual_size=4"):
+        run_step(model, step, tokens(20))
+    cache.device = torch.device("cuda")
+    assert capture_obstacle(model, cache) == "its ring has virtual ranks, virtual_size=4"
+    monkeypatch.setattr(torch, "zeros", None)
+    with pytest.raises(NotImplementedError, match="one virtual rank per process, got virtual_size=4"):
+        RingCache(model, ring, max_tokens=64)
 
 
 @pytest.mark.dist
