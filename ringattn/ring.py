@@ -42,7 +42,7 @@ from ringattn.transport.local import LocalTransport
 from ringattn.transport.lockstep import Lockstep, LockstepTransport
 from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
 from ringattn.transport.reduce.base import PartialReducer
-from ringattn.transport.row_collectives import exchange_rows, gather_rows
+from ringattn.transport.row_collectives import exchange_rows, gather_rows, post_gather
 from ringattn.transport.select import TRANSPORTS, choose, choose_reducer, group_by_host
 from ringattn.transport.timeout import BoundedWait, EventPair, record_events
 
@@ -454,6 +454,16 @@ class Ring:
         if len(lengths) == 1:
             return [x.clone()]
         return gather_rows(x, dim, lengths, self.rank, self._group_name)
+
+    def post_gather(self, x: Tensor, out: Tensor) -> Callable[[], object]:
+        """Begin an all-gather and return a function that waits for it; not differentiable. Every rank makes the same call.
+
+        Args:
+            x: Contiguous, the same shape and dtype on every rank; unchanged until the wait.
+            out: `world_size, *x.shape`, contiguous, the dtype of x; written. On a GPU the transfer begins when the current stream
+                has come here, beside what is enqueued later; the wait is one of the current stream at that time.
+        """
+        return post_gather(x, out, self.rank, self._group_name)
 
     def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Return the rows that all ranks send to this one, in rank order; differentiable. Every rank must call it.

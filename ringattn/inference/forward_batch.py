@@ -29,7 +29,7 @@ from ringattn.kernels.decode.dispatch import PageTable
 from ringattn.plan.expressions import Causal, Mask
 from ringattn.plan.layouts import Run, Shard
 from ringattn.plan.mask import fold_mask
-from ringattn.plan.sharding import Sharding
+from ringattn.plan.sharding import Sharding, positions_of
 
 MAX_DECODE_TOKENS = 16
 """Maximum number of new tokens per request in a decode batch."""
@@ -129,6 +129,21 @@ class ForwardBatch:
             dim: Dimension of the tokens.
         """
         return tokens if self.mode == "decode" else tokens.index_select(dim, self.taken.to(tokens.device))
+
+    def taken_by_rank(self) -> list[Tensor]:
+        """Return which of the new tokens each rank computes in a prefill, as `taken`, on the CPU."""
+        assert self.sharding is not None, "only a prefill has a sharding"
+        begins = torch.tensor((0,) if self.sharding.documents is None else self.sharding.documents[:-1], device="cpu")
+        counts = self.counts[: len(begins)]
+        # a token's place among the new ones, less its place in the virtual sequence
+        befores = [length - new for length, new in zip(self.lengths, counts, strict=False)]
+        shifts = (
+            torch.tensor([*accumulate(counts[:-1], initial=0)], device="cpu")
+            - torch.tensor(befores, device="cpu")
+            - begins
+        )
+        places = [positions_of(shard) for shard in self.sharding.shards]
+        return [place + shifts[torch.searchsorted(begins, place, right=True) - 1] for place in places]
 
     def put(self, layer: int, k: Tensor, v: Tensor, *, contain: bool = False) -> tuple[Tensor, Tensor]:
         """Write the rows that are stored on this rank; on a GPU in stream order, and capturable in a CUDA graph.

@@ -28,6 +28,10 @@ from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateI
 
 from ringattn.transport.base import Done, Message, Transport, Work
 
+# torch 2.13 renames the collective and warns of the old name
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""All-gather of equal tensors into one."""
+
 
 def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.ProcessGroup:
     """Return the live process group of a name, in which this process has this (rank, size), else raise RuntimeError."""

@@ -6,14 +6,14 @@ They are operators, so that `torch.compile` sees a call where it cannot trace co
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.transport.process_group import resolve_group
+from ringattn.transport.process_group import all_gather_single, resolve_group
 
 _LIBRARY = torch.library.Library("ringattn", "FRAGMENT")
 # Note [Beside compiled graphs] of autograd.py
@@ -32,6 +32,16 @@ def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], rank
     The first sends[0] rows of x, in dim 0, go to rank 0, and so on; receives[r] rows come from rank r.
     """
     return torch.ops.ringattn.exchange_rows.default(x, list(sends), list(receives), rank, group)
+
+
+def post_gather(x: Tensor, out: Tensor, rank: int, group: str) -> Callable[[], object]:
+    """Begin to write all ranks' contiguous x into out, `ranks, *x.shape`; return a function that waits.
+
+    On a GPU it is ordered behind the current stream, and the wait is one of the current stream.
+    """
+    # bytes, which every backend moves
+    into, mine = (y.view(-1).view(torch.uint8) for y in (out, x))
+    return all_gather_single(into, mine, group=resolve_group(group, (rank, len(out))), async_op=True).wait
 
 
 def _gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:

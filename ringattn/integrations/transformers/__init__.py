@@ -22,6 +22,7 @@ from ringattn.integrations.transformers.model_forward import run_step
 from ringattn.integrations.transformers.model_hooks import watch_models
 from ringattn.integrations.transformers.positions import use_long_factors
 from ringattn.integrations.transformers.ring_cache import RingCache
+from ringattn.integrations.transformers.sharded_weights.shard import shard_weights
 from ringattn.integrations.transformers.support import NAME
 from ringattn.integrations.transformers.tensor_parallel import TensorParallelError, apply_tensor_parallel
 from ringattn.integrations.transformers.trees import pack_answers
@@ -43,6 +44,7 @@ __all__ = [
     "replace_recurrent_layers",
     "run_step",
     "shard_batch",
+    "shard_weights",
     "take_rows",
     "use_long_factors",
 ]

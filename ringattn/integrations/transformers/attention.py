@@ -19,7 +19,13 @@ from ringattn.inference import ForwardBatch, latent_attend
 from ringattn.inference import attend as attend_step
 from ringattn.integrations.transformers.latents import expand, hands_latents_on, up_projections
 from ringattn.integrations.transformers.masks import RingMask
-from ringattn.integrations.transformers.model_forward import attended_before, untraced
+from ringattn.integrations.transformers.model_forward import (
+    PrefillRows,
+    attended_before,
+    new_tokens,
+    prefill_rows,
+    untraced,
+)
 from ringattn.integrations.transformers.positions import (
     check_positions,
     check_rope_scaling,
@@ -148,15 +154,17 @@ def attend(
         packed = sharding is not None and sharding.documents is not None
         window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=packed)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-            query = _apply_temperature(module, query, sharding if step is None else step.positions)
+            query = _apply_temperature(module, query, sharding if step is None else _positions(step))
         if sharding is not None:
             lengths, key_bias, tokens = _resolve_padding(mask, query, sharding, chunk_len)
             shown = _resolve_union(mask, causal, window, chunk_len, lengths, tree, sharding.seq_len)
             if shown is not None:
                 causal, window, lengths = False, None, None
     if step is not None:
+        prefill = _replicated_prefill()
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         # a rank without rows computes one padding row (model_forward.py)
-        q, k, v = (x.transpose(1, 2)[:, : step.rows] for x in (query, key, value))
+        q, k, v = (x[:, : step.rows] if prefill is None else prefill.own(x) for x in (q, k, v))
         layer: Any = module.layer_idx
         how: dict[str, Any] = {"window": window, "chunk_len": chunk_len, "sinks": s_aux, "softcap": softcap or 0.0}
         how["softmax_scale"] = scaling
@@ -164,6 +172,8 @@ def attend(
             out = attend_step(step, layer, q, k, v, **how)
         else:
             out = latent_attend(step, layer, q, k[:, :, 0], v[:, :, 0], *weights, **how)
+        if prefill is not None:
+            return prefill.all_rows(out), None
         missing = query.shape[2] - step.rows
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out, None
     assert sharding is not None, "a call without a step has a sharding"
@@ -198,6 +208,18 @@ def attend(
     if tokens is not None:
         out = out.masked_fill(~tokens[:, :, None, None], 0.0)
     return out, None
+
+
+def _replicated_prefill() -> PrefillRows | None:
+    """Return the rows of a prefill that every rank computes but for attention; None in other calls."""
+    rows = prefill_rows()
+    return rows if rows is not None and rows.replicated else None
+
+
+def _positions(step: ForwardBatch) -> Tensor:
+    """Return the positions `b s` or `1 s` of the rows that the layer was given."""
+    prefill = _replicated_prefill()
+    return step.positions if prefill is None or prefill.positions is None else prefill.positions
 
 
 def _attend_whole(
@@ -413,7 +435,8 @@ def _check_step(
         )
     check_supported(module, "layer")
     rows = tuple(query.shape[::2][:2])
-    if key.shape[2] != query.shape[2] or rows != (step.batch, max(step.rows, min(1, query.shape[2]))):
+    expected = max(step.rows, min(1, query.shape[2])) if _replicated_prefill() is None else new_tokens(step)
+    if key.shape[2] != query.shape[2] or rows != (step.batch, expected):
         raise ValueError(
             f"a call with a step must have its batch and this rank's rows, {(step.batch, step.rows)}, got {rows} queries and "
             f"{key.shape[2]} keys each; pass step.take(tokens), with use_cache=False, or use run_step"

@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NoReturn, SupportsIndex, TypeVar, cast
+from typing import Any, NoReturn, Protocol, SupportsIndex, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _replicated: ContextVar[Ring | None] = ContextVar("replicated_rows", default=None)
 _attended: ContextVar[set[int] | None] = ContextVar("attended", default=None)
+_prefill: ContextVar[PrefillRows | None] = ContextVar("prefill_rows", default=None)
 
 
 @contextmanager
@@ -69,6 +72,71 @@ def attended_before(layer: int) -> bool:
     if layers is not None:
         layers.add(layer)
     return again
+
+
+@dataclass(eq=False)
+class PrefillRows:
+    """Rows of a prefill by a model whose weights are sharded (Note [Sharded weights] of sharded_weights/shard.py).
+
+    Attributes:
+        step: The new tokens.
+        replicated: Every rank computes all rows, except in attention, where it has those of the step.
+        positions: Replicated: `b n` or `1 n`: positions of all rows.
+        places: Not replicated: the places of this rank's wanted rows among all wanted ones.
+        wanted: Number of all wanted rows.
+        whole_tokens: The tokens that are embedded are all new ones on every rank.
+    """
+
+    step: ForwardBatch
+    replicated: bool
+    positions: Tensor | None = None
+    places: Tensor | None = None
+    wanted: int = 0
+    whole_tokens: bool = False
+
+    def own(self, x: Tensor) -> Tensor:
+        """Return this rank's rows `b s ...` of all rows `b n ...`."""
+        return self.step.take(x)
+
+    def all_rows(self, own: Tensor) -> Tensor:
+        """Return all rows `b n ...`, in the order of the new tokens, from the rows `b s ...` of each rank. Collective."""
+        step = self.step
+        assert step.sharding is not None, "a prefill has a sharding"
+        parts = step.cache.ring.gather(own.contiguous(), 1, step.sharding.shard_lens)
+        order = step.once("rows of ranks", lambda: torch.cat(step.taken_by_rank()).argsort().to(own.device))
+        assert order is not None, "ranks have rows"
+        return torch.cat(parts, 1).index_select(1, order)
+
+
+def prefill_rows() -> PrefillRows | None:
+    """Return the rows of the current prefill by a model with sharded weights; None in other calls."""
+    return _prefill.get()
+
+
+class StepWeights(Protocol):
+    """Weights of a model that are sharded over the ranks of a ring."""
+
+    def gathers(self, rows: int) -> bool:
+        """Return whether a prefill of so many rows computes with gathered weights."""
+        ...
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """Gather the weights of layers ahead inside, which is one call of the model. Collective."""
+        ...
+
+
+SHARDED: WeakKeyDictionary[nn.Module, StepWeights] = WeakKeyDictionary()
+"""Models whose weights are sharded."""
+
+
+def sharded_weights(forward: Callable[..., Any]) -> StepWeights | None:
+    """Return the sharded weights of a model, or of that of a bound forward; None where each rank has whole weights."""
+    owner: Any = forward
+    while not isinstance(owner, nn.Module | None):
+        # a bound method, or what replaced one
+        owner = getattr(owner, "__self__", None) or getattr(owner, "__wrapped__", None)
+    owner = getattr(owner, "_orig_mod", owner)  # in torch.compile(model)
+    return SHARDED.get(owner) if isinstance(owner, nn.Module) else None
 
 
 CACHE_KEYWORDS = ("cache", "past_key_values")
@@ -172,22 +240,39 @@ def forward_step(
             embeddings (Note [Whole inputs] of model_hooks.py).
         others: Keywords for the model.
     """
-    device = step.cache.device
-    positions = positions.to(device)
-    if images:
-        rows = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in {**inputs, **images}.items()}
+    device, ring = step.cache.device, step.cache.ring
+    positions, new = positions.to(device), new_tokens(step)
+    wanted = range(new) if wanted is None else wanted
+    weights = None if step.mode == "decode" else sharded_weights(forward)
+    prefill = None
+    if weights is not None:
+        prefill = PrefillRows(
+            step, not weights.gathers(step.batch * new), wanted=len(wanted), whole_tokens=bool(images)
+        )
+    replicated = step.mode == "decode" or (prefill is not None and prefill.replicated)
+    keep, places = _kept_rows(step, new, wanted, device, replicated)
+    if prefill is not None:
+        prefill.places = places
+    if images or replicated:
+        rows = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in {**inputs, **(images or {})}.items()}
     else:
         rows = {name: own_rows(step, x.to(device)) for name, x in inputs.items()}
-        if step.rows == 0:
-            positions = positions.new_zeros(positions.shape[0], 1)
-    new = new_tokens(step)
-    wanted = range(new) if wanted is None else wanted
-    keep, places = _kept_rows(step, new, wanted, device)
+    if prefill is not None and prefill.replicated:
+        prefill.positions = positions = positions if images else prefill.all_rows(positions)
+    elif not images and step.rows == 0:
+        positions = positions.new_zeros(positions.shape[0], 1)
     parameters = inspect.signature(getattr(forward, "forward", forward)).parameters
     others[cache_keyword(parameters)] = PassthroughCache()
     can_keep = "logits_to_keep" in parameters
     others |= {"logits_to_keep": keep} if can_keep else {}
-    with one_forward(), replicated_rows(step.cache.ring if step.mode == "decode" else None), step.one_call():
+    gathering = nullcontext() if weights is None or replicated else weights.gathering()
+    with (
+        one_forward(),
+        replicated_rows(ring if replicated else None),
+        _setting(_prefill, prefill),
+        gathering,
+        step.one_call(),
+    ):
         out = forward(**rows, position_ids=positions, use_cache=True, step=step, return_dict=True, **others)
     if not step.calls:
         raise RuntimeError(
@@ -198,7 +283,7 @@ def forward_step(
     logits = out.logits
     if not can_keep:
         logits = logits[:, logits.shape[1] - keep :] if isinstance(keep, int) else logits[:, keep]
-    if places is not None:
+    if places is not None and prefill is None:
         # every row is computed on one rank and zero on the others, so the sum is exact
         whole = logits.new_zeros(logits.shape[0], len(wanted), logits.shape[2])
         whole[:, places] = logits
@@ -223,13 +308,13 @@ def new_tokens(step: ForwardBatch) -> int:
 
 
 def _kept_rows(
-    step: ForwardBatch, new: int, wanted: Sequence[int] | Tensor, device: torch.device
+    step: ForwardBatch, new: int, wanted: Sequence[int] | Tensor, device: torch.device, replicated: bool
 ) -> tuple[int | Tensor, Tensor | None]:
     """Return the wanted rows of this rank as `logits_to_keep`, and their places among all wanted (None: there are no others)."""
     if isinstance(wanted, Tensor):
         assert step.mode == "decode", "rows of a prefill are looked up on the host"
         return wanted, None
-    if step.mode == "decode":
+    if replicated:
         last = len(wanted)
         tail = last > 0 and list(wanted) == list(range(new - last, new))
         return (last if tail else torch.tensor(list(wanted), dtype=torch.int64, device=device)), None

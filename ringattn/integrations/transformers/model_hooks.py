@@ -30,7 +30,7 @@ from ringattn.autograd import num_forwards, side
 from ringattn.inference import ForwardBatch
 from ringattn.integrations.linear.transformers_layers import PENDING
 from ringattn.integrations.transformers.latents import hand_latents_on
-from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
+from ringattn.integrations.transformers.model_forward import new_tokens, own_rows, replicated_rows_ring
 from ringattn.integrations.transformers.positions import has_sections
 from ringattn.integrations.transformers.support import (
     NAME,
@@ -103,6 +103,8 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if isinstance(step, ForwardBatch) and _is_innermost(module) and not is_tower(module):
         with step.cache.ring.propagate_errors():
             check_supported(step.cache.ring, "ring")
+        if replicated_rows_ring() is not None:
+            return None
         return _take(args, kwargs, new_tokens(step), partial(own_rows, step))
     sharding = kwargs.get("sharding")
     if not isinstance(sharding, Sharding) or is_tower(module):

@@ -68,7 +68,8 @@ def apply_tensor_parallel(model: nn.Module, ring: Ring) -> int:
     failure, modules = "", list[_Parallel]()
     try:
         for one in model.modules():
-            if (inner := _inner_columns(one, ring.world_size)) is not None:
+            inner = inner_columns(one)
+            if inner is not None and _divides(inner, one, ring.world_size):
                 modules.append(_parallel_mlp(one, inner, ring))
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if is_float_linear(head) and head.out_features % ring.world_size == 0:
@@ -118,8 +119,13 @@ def is_float_linear(module: Any) -> TypeGuard[nn.Linear]:
     return type(module.weight) in (Tensor, nn.Parameter) and module.weight.dtype in FLOATS
 
 
-def _inner_columns(mlp: nn.Module, ranks: int) -> int | None:
-    """Return the inner columns of an MLP that can be split over ranks; None for other modules."""
+def _divides(inner: int, mlp: nn.Module, ranks: int) -> bool:
+    """Return whether ranks get equal shards of the inner columns, which begin where matrix products read rows."""
+    return inner % ranks == 0 and inner // ranks * next(mlp.parameters()).element_size() % ALIGNED == 0
+
+
+def inner_columns(mlp: nn.Module) -> int | None:
+    """Return the inner columns of an MLP, which treats each by itself; None for other modules."""
     if not type(mlp).__name__.endswith("MLP") or "forward" in vars(mlp):
         return None
     _, *inputs = inspect.signature(type(mlp).forward).parameters.values()
@@ -135,16 +141,17 @@ def _inner_columns(mlp: nn.Module, ranks: int) -> int | None:
     widens = set(sizes) == {inner} or sizes == [2 * inner]
     square = all(one.in_features == last.out_features for one in first)
     own = any(True for _ in mlp.parameters(recurse=False))
-    fits = inner % ranks == 0 and inner // ranks * last.weight.element_size() % ALIGNED == 0
-    return inner if widens and square and fits and not own else None
+    return inner if widens and square and not own else None
 
 
 def _parallel_mlp(mlp: nn.Module, inner: int, ring: Ring) -> _Parallel:
     """Return an MLP of which this rank computes its inner columns (Note [Tensor parallel decode])."""
     mine = _shard_of(inner, ring)
     *first, last = [name for name, one in mlp.named_children() if isinstance(one, nn.Linear)]
-    row_parallel = _RowParallelLinear(getattr(mlp, last), mine, with_bias=ring.rank == 0)
-    columns = {name: _ColumnParallelLinear(getattr(mlp, name), inner, mine) for name in first}
+    row_parallel = RowParallelLinear(
+        getattr(mlp, last).weight[:, mine], getattr(mlp, last).bias, with_bias=ring.rank == 0
+    )
+    columns = {name: _column_parallel(getattr(mlp, name), inner, mine) for name in first}
     shard, whole = copy.copy(mlp), mlp.forward
     shard._modules = mlp._modules | columns | {last: row_parallel}
     guard = WeightGuard((one for one in mlp.children() if isinstance(one, nn.Linear)), mlp)
@@ -163,7 +170,7 @@ def _parallel_mlp(mlp: nn.Module, inner: int, ring: Ring) -> _Parallel:
 
 def _parallel_head(head: nn.Linear, ring: Ring) -> _Parallel:
     """Return an output head of which this rank computes the logits of its tokens (Note [Tensor parallel decode])."""
-    shard, whole = _ColumnParallelLinear(head, head.out_features, _shard_of(head.out_features, ring)), head.forward
+    shard, whole = _column_parallel(head, head.out_features, _shard_of(head.out_features, ring)), head.forward
     guard = WeightGuard([head])
 
     def forward(x: Tensor) -> Tensor:
@@ -181,16 +188,25 @@ def _shard_of(columns: int, ring: Ring) -> slice:
     return slice(ring.rank * size, (ring.rank + 1) * size)
 
 
-class _ColumnParallelLinear(nn.Module):
-    """This rank's columns of a linear layer, or of each of its parts of so many columns, with views of its weights."""
+def _column_parallel(linear: nn.Linear, columns: int, mine: slice) -> ColumnParallelLinear:
+    """Return this rank's columns of a linear layer, or of each of its parts of so many columns, with views of its weights."""
+    biases = () if linear.bias is None else linear.bias.split(columns)
+    return ColumnParallelLinear([x[mine] for x in linear.weight.split(columns)], [x[mine] for x in biases])
 
-    def __init__(self, linear: nn.Linear, columns: int, mine: slice) -> None:
+
+class ColumnParallelLinear(nn.Module):
+    """This rank's columns of a linear layer, or of each of its parts.
+
+    Args:
+        weights: `columns in` of each part.
+        biases: `columns` of each part; empty: there are none.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], biases: Iterable[Tensor]) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(
-            nn.Parameter(x[mine], requires_grad=False) for x in linear.weight.split(columns)
+        self.weights, self.biases = (
+            nn.ParameterList(nn.Parameter(x, requires_grad=False) for x in given) for given in (weights, biases)
         )
-        parts = () if linear.bias is None else linear.bias.split(columns)
-        self.biases = nn.ParameterList(nn.Parameter(x[mine], requires_grad=False) for x in parts)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the columns of this rank, parts behind each other."""
@@ -199,15 +215,21 @@ class _ColumnParallelLinear(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-class _RowParallelLinear(nn.Module):
-    """Contribution of this rank's inner columns to a linear layer, in fp32 where the device can, with views of its weights."""
+class RowParallelLinear(nn.Module):
+    """Contribution of this rank's inner columns to a linear layer, in fp32 where the device can.
 
-    def __init__(self, linear: nn.Linear, mine: slice, with_bias: bool) -> None:
+    Args:
+        weight: `out inner`: this rank's inner columns.
+        bias: `out`, or None.
+        with_bias: This rank adds it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, with_bias: bool) -> None:
         super().__init__()
-        self.out_features = linear.out_features
-        self.weight = nn.Parameter(linear.weight[:, mine], requires_grad=False)
-        has_bias = with_bias and linear.bias is not None
-        self.bias = nn.Parameter(linear.bias.float(), requires_grad=False) if has_bias else None
+        self.out_features = weight.shape[0]
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        has_bias = with_bias and bias is not None
+        self.bias = nn.Parameter(bias.float(), requires_grad=False) if has_bias else None
 
     @untraced  # not all compilers support out_dtype
     def forward(self, x: Tensor) -> Tensor:

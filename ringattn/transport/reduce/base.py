@@ -18,11 +18,8 @@ from torch import Tensor
 from ringattn.kernels.partials.packed import finish_parts, merge_parts, size
 from ringattn.transport.base import SelectedTransport
 from ringattn.transport.consensus import RankConsensus
-from ringattn.transport.process_group import resolve_group
+from ringattn.transport.process_group import all_gather_single, resolve_group
 from ringattn.transport.timeout import BoundedWait
-
-# torch 2.13 renames the collective and warns of the old name
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 SHARED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of sums and columns."""
@@ -321,7 +318,7 @@ class ProcessGroupReducer(PartialReducer):
         try:
             # bytes, which every backend moves
             parts = [x.view(-1).view(torch.uint8) for x in (stack, mine)]
-            _gather(*parts, group=resolve_group(self._group_name, (self._rank, self._world_size)))
+            all_gather_single(*parts, group=resolve_group(self._group_name, (self._rank, self._world_size)))
         except RuntimeError as error:
             peers = [peer for peer in range(self._world_size) if peer != self._rank]
             raise RuntimeError(

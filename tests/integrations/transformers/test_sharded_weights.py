@@ -1,0 +1,139 @@
+"""Models whose weights are stored once over ranks answer as those whose weights every rank has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from ringattn import Ring
+from ringattn.integrations.transformers import RingCache, register, shard_weights
+from ringattn.integrations.transformers.model_forward import SHARDED
+from ringattn.integrations.transformers.sharded_weights import shard
+from tests.integrations.transformers.models import tokens
+from tests.support.pool import Pools
+
+COMMON = {
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 61,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes of which few divide by 2 and none by 3."""
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_experts": 5}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen2": {},  # biases of q, k and v
+    "phi3": {"sliding_window": 9},  # q, k and v, and gate and up, are one weight each
+    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gpt_oss": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {**EXPERTS, "mlp_only_layers": [1], "decoder_sparse_step": 1},
+    "glm4_moe_lite": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 6,
+        "num_local_experts": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+}
+GREEDY = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+SLICES, GATHERED = 10**9, 1
+"""Least rows of a prefill that gathers weights: none does, or all do."""
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="4.57 stores experts one by one"),
+]
+
+
+def make(kind: str, attention: str = "ringattn", **changes: Any) -> Any:
+    """A tiny model; its weights depend on the kind alone."""
+    register()
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **FAMILIES[kind], **changes})
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                # larger than the usual start, so that tokens differ
+                parameter.mul_(6)
+            elif name.endswith(("bias", "sinks")):
+                parameter.normal_()
+    return model.requires_grad_(False)
+
+
+def calls() -> list[dict[str, Any]]:
+    """A long prompt, one of few tokens, and a batch with padding in chunks."""
+    mask = torch.ones(2, 29, dtype=torch.int64)
+    mask[0, :5] = 0
+    two = tokens(29, 2).masked_fill(mask == 0, 0)
+    one, few = tokens(37), tokens(7, seed=2)
+    return [
+        {"input_ids": one, "attention_mask": torch.ones_like(one), **GREEDY},
+        {"input_ids": few, "attention_mask": torch.ones_like(few), **GREEDY},
+        {"input_ids": two, "attention_mask": mask, **GREEDY, "prefill_chunk_size": 18},
+    ]
+
+
+def alone(kind: str) -> list[Tensor]:
+    """Tokens that one process generates with whole weights."""
+    model = make(kind, "eager")
+    whole = [{name: x for name, x in call.items() if name != "prefill_chunk_size"} for call in calls()]
+    return [model.generate(**call) for call in whole]
+
+
+def on_ranks(kind: str, least_rows: int) -> tuple[list[Tensor], int, int, int]:
+    """Tokens that a rank generates, the bytes of its weights and of whole ones, and the layers that it gathered."""
+    ring, model = Ring(), make(kind)
+    whole = sum(x.nbytes for x in model.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "rows_to_gather", lambda plan: least_rows)
+        stored = shard_weights(model, ring)
+    weights: Any = SHARDED.get(model)
+    before = 0 if weights is None else weights.gather.gathered
+    found = []
+    for call in calls():
+        with RingCache(model, ring, max_tokens=64, batch=2, page_size=4) as cache:
+            found.append(model.generate(**call, past_key_values=cache).clone())
+    ring.close()
+    return found, stored, whole, 0 if weights is None else weights.gather.gathered - before
+
+
+@pytest.mark.parametrize(
+    ("world_size", "least_rows"), [(1, SLICES), (2, SLICES), (2, GATHERED), (3, SLICES), (3, GATHERED)]
+)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_answers_equal_those_of_whole_weights(pool: Pools, kind: str, world_size: int, least_rows: int) -> None:
+    expected = alone(kind)
+    for found, stored, whole, gathered in pool(world_size).run(on_ranks, kind, least_rows):
+        assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+        if world_size > 1:
+            assert stored < whole * 0.75
+            assert (gathered > 0) == (least_rows == GATHERED)
