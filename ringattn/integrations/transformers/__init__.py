@@ -22,6 +22,7 @@ from ringattn.integrations.transformers.model_forward import run_step
 from ringattn.integrations.transformers.model_hooks import watch_models
 from ringattn.integrations.transformers.positions import use_long_factors
 from ringattn.integrations.transformers.ring_cache import RingCache
+from ringattn.integrations.transformers.sharded_weights.load import load_sharded_model
 from ringattn.integrations.transformers.sharded_weights.shard import shard_weights
 from ringattn.integrations.transformers.support import NAME
 from ringattn.integrations.transformers.tensor_parallel import TensorParallelError, apply_tensor_parallel
@@ -39,6 +40,7 @@ __all__ = [
     "describe_mask",
     "labels_per_ring",
     "last_positions",
+    "load_sharded_model",
     "pack_answers",
     "register",
     "replace_recurrent_layers",

@@ -10,9 +10,10 @@ import transformers
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.integrations.transformers import RingCache, register, shard_weights
+from ringattn.integrations.transformers import RingCache, load_sharded_model, register, shard_weights
 from ringattn.integrations.transformers.model_forward import SHARDED
-from ringattn.integrations.transformers.sharded_weights import shard
+from ringattn.integrations.transformers.sharded_weights import load, shard
+from ringattn.integrations.transformers.sharded_weights.plan import plan_weights
 from tests.integrations.transformers.models import tokens
 from tests.support.pool import Pools
 
@@ -137,3 +138,58 @@ def test_answers_equal_those_of_whole_weights(pool: Pools, kind: str, world_size
         if world_size > 1:
             assert stored < whole * 0.75
             assert (gathered > 0) == (least_rows == GATHERED)
+
+
+def from_folder(folder: str) -> tuple[list[int], int, int, int]:
+    """Tokens of a loaded model, the bytes that this rank stores, those that it read, and the most that it read at a time."""
+    register()
+    ring, read = Ring(), list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        whole = load._Files.read
+
+        def seen(*given: Any) -> Tensor:
+            found = whole(*given)
+            read.append(found.nbytes)
+            return found
+
+        patch.setattr(load._Files, "read", seen)
+        model = load_sharded_model(folder, ring)
+    stored = sum(x.nbytes for x in model.parameters())
+    with RingCache(model, ring, max_tokens=64, page_size=4) as cache:
+        found = model.generate(**calls()[0], past_key_values=cache)
+    ring.close()
+    return found[0].tolist(), stored, sum(read), max(read)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_rank_reads_and_stores_its_slice_of_a_checkpoint_alone(pool: Pools, kind: str, tmp_path: Any) -> None:
+    model = make(kind, "eager")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    expected = model.generate(**calls()[0])[0].tolist()
+    whole = sum(x.nbytes for x in model.parameters())
+    for found, stored, read, most in pool(2).run(from_folder, str(tmp_path)):
+        assert found == expected
+        assert stored < 0.75 * whole
+        # buffers beside parameters, and no weight twice
+        assert read <= stored + 2048
+        assert most <= whole / 8
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "glm4_moe_lite"])
+def test_random_slices_are_those_of_random_whole_weights(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **FAMILIES[kind]})
+    register()
+    whole = load.empty_model(config, torch.float32)
+    digest = load.draw_weights(whole, torch.device("cpu"), 3)
+    assert digest != load.draw_weights(load.empty_model(config, torch.float32), torch.device("cpu"), 4)
+    for rank in range(3):
+        plan = plan_weights(load.empty_model(config, torch.float32), 3)
+        slices = {
+            name: slot.slice for name, x in plan.model.named_parameters() for slot in plan.slots if slot.weight is x
+        }
+        assert digest == load.draw_weights(plan.model, torch.device("cpu"), 3, plan, rank)
+        for name, x in plan.model.named_parameters():
+            full = whole.get_parameter(name)
+            assert torch.equal(x, slices[name].cut(full, rank) if name in slices else full), name
+        for name, x in plan.model.named_buffers():
+            assert torch.equal(x, whole.get_buffer(name)), name
