@@ -123,6 +123,7 @@ def describe(one: MeshEstimate) -> dict[str, Any]:
         "save_gathered_kv": one.keep,
         "offload": one.savings.offload,
         "host_gib": one.host_bytes / 2**30,
+        "sharded_weights": one.sharded,
         "memory_gib": one.memory.gib() | {"total": one.memory.total / 2**30},
         "seconds": None if one.seconds is None else vars(one.seconds) | {"total": one.seconds.total},
     }
@@ -149,6 +150,7 @@ def show(found: Estimate, *, longest: bool, every: bool) -> None:
         keep = "keep" if one.keep else "refetch"
         how = f"{one.layout}, {one.schedule}, {one.recompute}, {keep}"
         how += f", offload {one.savings.offload}" if one.host_bytes else ""
+        how += ", sharded weights" * one.sharded
         rows.append([one.mesh, one.mesh.nodes, how, one.sequences, memory, time, mfu, rate, one.reason or "best"])
     columns = ["mesh", "nodes of a ring", "how", "sequences", "GiB", "s", "MFU", "tokens/s", "why"]
     table("meshes", columns, rows)

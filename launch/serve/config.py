@@ -72,6 +72,9 @@ class ServeArgs:
     host_cache_gib: float = 0.0
     # Whether a model and cache whose planned memory GPUs cannot hold are refused before they are loaded, not only warned of.
     check_memory: bool = True
+    # sharded stores the weights once over all ranks, whole on each of them; auto is sharded where whole weights would not leave
+    # GPUs the room for --cache-gib, or for --max-len and --max-tokens.
+    weights: Literal["auto", "sharded", "whole"] = "auto"
     page_size: int = 64  # Tokens of a page.
     # auto is the dtype; fp8 keeps keys and values in half of bfloat16's bytes, which changes answers a little.
     kv_dtype: Literal["auto", "fp8"] = "auto"

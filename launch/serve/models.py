@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.launch.common.checkpoint_files import ADAPTER, read_config, read_model, tokenizer_folder
+from ringattn.launch.common.checkpoint_files import ADAPTER, check_files, read_config, read_model, tokenizer_folder
 from ringattn.launch.common.distributed import Refusal, Session
 from ringattn.launch.common.planned_memory import RESERVE, check_fits
 from ringattn.launch.serve.config import TINY, ServeArgs, check_model
 from ringattn.launch.serve.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
 from ringattn.plan.mask import short_mask
 from ringattn.ring import Ring
-from ringattn.sizing.memory import heads_of, serving_memory
+from ringattn.sizing.memory import Memory, heads_of, serving_memory
 from ringattn.sizing.ring_time import RingCall
 from ringattn.sizing.shapes import load_shape
+
+if TYPE_CHECKING:
+    from ringattn.integrations.transformers.sharded_weights.plan import WeightPlan
 
 CPU_CACHE_GIB = 0.25  # GiB of the cache of a rank on CPUs, where other processes need most of the memory
 
@@ -50,14 +55,17 @@ class ServedModel:
     length: int | None  # maximum tokens of a sequence, by its config; None if that has none
     facts: str  # text that must be the same on all ranks
     defaults: dict[str, float]  # options of requests that leave them out, by its generation_config.json
+    parameters: int  # of the whole model
     random_weights: bool = False  # they were drawn: all ranks take those of rank 0
     notes: tuple[str, ...] = ()  # lines to print
+    plan: WeightPlan | None = None  # what the model has slices of; None: its weights are whole
 
 
-def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
+def load_model(args: ServeArgs, device: torch.device, rank: int = 0, ranks: int = 1) -> ServedModel:
     """Load the model of a folder, of a config (random weights), or the one that is built in; see the flags of the server.
 
-    Nothing is downloaded, and no code in the folder is run. Raises Refusal if the model cannot be served.
+    With `weights` "sharded" among several ranks it has this rank's slices. Nothing is downloaded, and no code in the folder is run.
+    Raises Refusal if the model cannot be served.
     """
     from ringattn.integrations.transformers import register
     from ringattn.integrations.transformers.positions import (
@@ -90,7 +98,13 @@ def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
             )
     chosen = _choose_dtype(config, args.dtype, device)
     random_weights = path == TINY or place.is_file()
-    model = _build_model(config, None if random_weights else place, chosen, device, args.seed, tiny=path == TINY)
+    folder = None if random_weights else place
+    plan, drawn = None, 0
+    if args.weights == "sharded" and ranks > 1:
+        plan, drawn = _build_slices(config, folder, chosen, device, args, rank, ranks)
+        model: Any = plan.model
+    else:
+        model = _build_model(config, folder, chosen, device, args.seed, tiny=path == TINY)
     if args.adapter is not None:
         model = _merge_adapter(model, Path(args.adapter).expanduser())
     table = max_learned_positions(model)
@@ -102,7 +116,8 @@ def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
                 f"--max-len {table}, or leave it out"
             )
         length = table
-    vocab: int = model.get_input_embeddings().weight.shape[0]
+    embeddings = model.get_input_embeddings()
+    vocab: int = embeddings.weight.shape[0] if plan is None else embeddings.num_embeddings
     template = None if args.chat_template is None else Path(args.chat_template).expanduser().read_text(encoding="utf-8")
     if tokenizer_place is not None:
         tokenizer: Tokenizer = PretrainedTokenizer(tokenizer_place, _stops(model), vocab, template)
@@ -119,8 +134,12 @@ def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
     name = args.name or next(iter(args.served_model_name), own_name)
     defaults = _sampling_defaults(place) if args.generation_defaults and not random_weights else {}
     text = config.to_json_string(use_diff=False)
-    facts = f"{type(model).__name__} {text} {chosen} {args.seed} {sorted(tokenizer.stops)} {defaults}"
-    return ServedModel(model, tokenizer, name, length, facts, defaults, random_weights, tuple(notes))
+    facts = f"{type(model).__name__} {text} {chosen} {args.seed} {sorted(tokenizer.stops)} {defaults} {drawn}"
+    sliced = {} if plan is None else {id(slot.weight): slot.slice for slot in plan.slots}
+    parameters = sum(
+        prod(sliced[id(x)].whole_shape(x.shape)) if id(x) in sliced else x.numel() for x in model.parameters()
+    )
+    return ServedModel(model, tokenizer, name, length, facts, defaults, parameters, random_weights, tuple(notes), plan)
 
 
 def _sampling_defaults(folder: Path) -> dict[str, float]:
@@ -151,26 +170,92 @@ def _choose_dtype(config: Any, dtype: str, device: torch.device) -> torch.dtype:
     return (kind or torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 
+class _Planned(NamedTuple):
+    """Planned memory of a rank.
+
+    Attributes:
+        memory: All of it, with the cache that the flags ask for.
+        room: Bytes that are left for the cache.
+        token: Bytes of a token in the cache.
+    """
+
+    memory: Memory
+    room: float
+    token: float
+
+
+def resolve_weights(args: ServeArgs, device: torch.device, world_size: int, whole: int | None) -> ServeArgs:
+    """Return the flags with `weights` "sharded" or "whole": auto shards where GPUs of `whole` bytes cannot hold whole weights.
+
+    Raises:
+        Refusal: Sharded weights are asked for beside an adapter.
+    """
+    if args.weights == "sharded" and args.adapter is not None:
+        raise Refusal(
+            f"adapter must be left out with sharded weights, got {args.adapter}; merge it into the model's folder with peft "
+            "(merge_and_unload, save_pretrained) and serve that"
+        )
+    if args.weights != "auto":
+        return args
+    wanted = "whole"
+    if whole is not None and world_size > 1 and args.adapter is None:
+        planned = _plan_memory(replace(args, weights="whole"), device, world_size, whole)
+        if planned is not None and planned.memory.total > whole:
+            sharded = _plan_memory(replace(args, weights="sharded"), device, world_size, whole)
+            wanted = "whole" if sharded is None else "sharded"
+    return replace(args, weights=wanted)
+
+
 def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: int) -> str:
     """Return the planned memory of a rank in words, or "" for a model whose numbers the planner does not know.
 
-    Counts all weights, a chunk of a prompt, and the cache: that of --cache-gib, else one for --max-len and --max-tokens.
+    Counts weights, whole or sharded, a chunk of a prompt, and the cache: that of --cache-gib, else one for --max-len and
+    --max-tokens.
 
     Raises:
         Refusal: GPUs of `whole` bytes cannot hold it, and --check-memory is on; raised before anything is allocated.
     """
+    planned = _plan_memory(args, device, world_size, whole)
+    if planned is None:
+        return ""
+    room, token = planned.room, planned.token
+    if room < args.page_size * token:
+        sharded = args.weights == "sharded"
+        held = "slices of the weights" if sharded else "the weights, which every rank holds"
+        ways = "more ranks, " if sharded else ""
+        remedy = f"no cache fits beside {held}: take {ways}larger GPUs, a smaller --dtype or another model"
+        if not sharded and world_size > 1:
+            remedy += ", or --weights sharded"
+    elif args.cache_gib is not None:
+        remedy = f"pass --cache-gib {int(room / 2**30 * 100) / 100:g} or less"
+    else:
+        remedy = f"pass --max-len and --max-tokens of at most {int(room / token)}, take more ranks, or --kv-dtype fp8"
+    remedy += "; --no-check-memory goes on anyway"
+    return check_fits(planned.memory, whole, remedy, refuse=args.check_memory)
+
+
+def _plan_memory(args: ServeArgs, device: torch.device, world_size: int, whole: int) -> _Planned | None:
+    """Return the planned memory of a rank; None for a model that the planner does not know, or that cannot be sharded as asked."""
     from transformers import AutoModelForCausalLM
+
+    from ringattn.integrations.transformers.sharded_weights.plan import plan_weights
 
     config = _read(args.model)
     dtype = _choose_dtype(config, args.dtype, device)
     try:
         shape = load_shape(config.to_dict())
     except ValueError:
-        return ""
+        return None
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
     weights = sum(x.numel() * x.element_size() for x in model.parameters())
-    if files := list(Path(args.model).expanduser().glob("*.safetensors")):
+    if args.weights == "sharded" and world_size > 1:
+        try:
+            sliced = plan_weights(model, world_size)
+        except NotImplementedError:
+            return None
+        weights = sliced.bytes_per_rank() + sliced.gather_bytes()
+    elif files := list(Path(args.model).expanduser().glob("*.safetensors")):
         weights = min(weights, sum(file.stat().st_size for file in files))  # quantised ones are smaller
     rows = args.chunk * world_size  # of the longest steps
     call = RingCall(short_mask(rows, causal=True), world_size, heads_of(shape))
@@ -181,16 +266,48 @@ def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
     columns = sum(latent) if latent else sizes["kv_heads"] * (sizes["head_dim"] + sizes["v_head_dim"])
     token = sizes["layers"] * columns * row / world_size
     length = max(args.max_len or 0, args.max_tokens or 0, args.page_size)
-    room = whole - fixed.total
-    if room < args.page_size * token:
-        remedy = "no cache fits beside the weights, which every rank holds: take larger GPUs, a smaller --dtype or another model"
-    elif args.cache_gib is not None:
-        remedy = f"pass --cache-gib {int(room / 2**30 * 100) / 100:g} or less"
-    else:
-        remedy = f"pass --max-len and --max-tokens of at most {int(room / token)}, take more ranks, or --kv-dtype fp8"
     cache = length * token if args.cache_gib is None else args.cache_gib * 2**30
-    remedy += "; --no-check-memory goes on anyway"
-    return check_fits(replace(fixed, kv_cache=cache), whole, remedy, refuse=args.check_memory)
+    return _Planned(replace(fixed, kv_cache=cache), whole - fixed.total, token)
+
+
+def _build_slices(
+    config: Any, folder: Path | None, dtype: torch.dtype, device: torch.device, args: ServeArgs, rank: int, ranks: int
+) -> tuple[WeightPlan, int]:
+    """Return a model with a rank's slices of the weights of a folder, or of random ones, and a digest of the latter."""
+    from ringattn.integrations.transformers.sharded_weights.load import draw_weights, empty_model, read_slices
+    from ringattn.integrations.transformers.sharded_weights.plan import plan_weights
+    from ringattn.integrations.transformers.sharded_weights.shard import slice_weights
+
+    try:
+        if args.model == TINY:
+            plan = plan_weights(_build_model(config, None, dtype, device, args.seed, tiny=True), ranks)
+            slice_weights(plan, rank)
+            return plan, 0
+        with _named_attention(config):
+            plan = plan_weights(empty_model(config, dtype), ranks)
+        if folder is None:
+            return plan, draw_weights(plan.model, device, args.seed, plan, rank)
+        check_files(folder)
+        read_slices(folder, plan, rank, device)
+        return plan, 0
+    except NotImplementedError as error:
+        raise Refusal(f"{error} (--weights whole)") from None
+
+
+@contextlib.contextmanager
+def _named_attention(config: Any) -> Iterator[None]:
+    """Refuse a model that does not look ringattn's attention up by its name."""
+    from ringattn.integrations.transformers import NAME
+
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise Refusal(
+            f"a model must attend through transformers' attention interface, got {config.model_type}, which chooses among classes "
+            "of its own (as Falcon and GPT-Neo do); serve another model"
+        ) from None
 
 
 def _build_model(
@@ -200,31 +317,24 @@ def _build_model(
     from transformers import AutoModelForCausalLM
 
     from ringattn.integrations.transformers import NAME
+    from ringattn.integrations.transformers.sharded_weights.load import draw_weights, empty_model
 
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
-    # the built-in model on the CPU, whose numbers are the same everywhere; others on GPUs, where drawing takes no time
-    draws_on_gpu = device.type == "cuda" and not tiny
-    try:
+    with _named_attention(config):
         if folder is not None:
             if device.type == "cuda":
                 options["device_map"] = {"": device}  # straight onto the GPU
             model: Any = read_model(folder, config=config, use_safetensors=True, **options)
-        else:
-            with (
-                torch.random.fork_rng([device] if draws_on_gpu else []),
-                device if draws_on_gpu else contextlib.nullcontext(),
-            ):
+        elif tiny:
+            # on the CPU, where numbers are the same everywhere
+            with torch.random.fork_rng([]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-    except KeyError as error:
-        if error.args != (NAME,):
-            raise
-        raise Refusal(
-            f"a model must attend through transformers' attention interface, got {config.model_type}, which chooses among classes "
-            "of its own (as Falcon and GPT-Neo do); serve another model"
-        ) from None
-    if tiny:
-        _prefer_letters_(model)
+            _prefer_letters_(model)
+        else:
+            model = empty_model(config, dtype)
+            # on a GPU, where it takes no time; the numbers of slices are the same
+            draw_weights(model, device, seed)
     if "device_map" not in options:
         model = model.to(device)
     return model.eval().requires_grad_(False)

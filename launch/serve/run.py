@@ -51,6 +51,7 @@ from ringattn.launch.serve.models import (
     describe_cache,
     load_model,
     make_cache,
+    resolve_weights,
 )
 from ringattn.launch.serve.rank_channel import RankChannel, RankLiveness
 from ringattn.launch.serve.scheduler import Scheduler
@@ -148,10 +149,11 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
     problem, served, whole = "", None, least_gpu_bytes(session)
     try:
         check_host_memory(args.host_cache_gib, int(os.environ.get("LOCAL_WORLD_SIZE", session.world_size)))
+        args = resolve_weights(args, session.device, session.world_size, whole)
         planned = "" if whole is None else check_memory(args, session.device, session.world_size, whole)
         if planned:
             session.say(planned)
-        served = load_model(args, session.device)
+        served = load_model(args, session.device, session.rank, session.world_size)
         chat_format(args, served.tokenizer)
     except Refusal as error:
         problem = str(error)
@@ -166,11 +168,14 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
         raise Refusal(problem)
     if served.random_weights:
         session.say(f"{args.model}: random weights of seed {args.seed}, so answers make no sense")
-        broadcast_weights(served.model, session)
+        if served.plan is None:
+            broadcast_weights(served.model, session)
+    if served.plan is not None:
+        session.say(_use_slices(served.plan, ring))
     for line in served.notes:
         session.say(line)
     if session.device.type == "cuda":
-        for line in optimize_model(served.model, ring, fused=args.fuse, split=args.split).messages:
+        for line in optimize_model(served.model, ring, fused=args.fuse, split=args.split and not served.plan).messages:
             session.say(line)
     if served.length is not None and args.max_len is not None and args.max_len > served.length:
         session.say(
@@ -188,6 +193,17 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
     for line in model_runner.prepare(served.length):
         session.say(line)
     return served, model_runner
+
+
+def _use_slices(plan: Any, ring: Ring) -> str:
+    """Let a model whose weights are sliced compute, and return a line to print."""
+    from ringattn.integrations.transformers.sharded_weights.shard import use_slices
+
+    try:
+        stored = use_slices(plan, ring)
+    except NotImplementedError as error:
+        raise Refusal(f"{error} (--weights whole)") from None
+    return f"weights: sharded over {ring.world_size} ranks, {stored / 2**30:.2f} GiB on each"
 
 
 @contextlib.contextmanager
@@ -277,10 +293,11 @@ def _server_info(args: ServeArgs, session: Session, served: ServedModel, model_r
     return {
         **{name: value for name, value in machine(session).items() if name not in ("command", "date")},
         "kind": type(served.model).__name__,
-        "parameters": sum(x.numel() for x in served.model.parameters()),
+        "parameters": served.parameters,
         "dtype": str(served.model.dtype).removeprefix("torch."),
         "vocab_size": served.tokenizer.vocab_size,
         "defaults": served.defaults,
         "graphs": model_runner.graph_runner.captured,
-        "flags": {name: getattr(args, name) for name in SHOWN_FLAGS},
+        "flags": {name: getattr(args, name) for name in SHOWN_FLAGS}
+        | {"weights": "whole" if served.plan is None else "sharded"},
     }

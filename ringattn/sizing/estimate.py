@@ -75,6 +75,7 @@ class MeshEstimate:
         schedule: "fused", "stepwise" or "process_group".
         recompute: "none", "selective" or "full".
         keep: The backward uses the keys that the forward gathered.
+        sharded: Serving ranks store slices of the weights: tried where whole ones do not fit.
         sequences: Sequences of a step of all data-parallel ranks.
         memory: Bytes of the fullest rank.
         savings: Offload, chunks of MLPs and of the loss, with a number of layers in place of "auto".
@@ -99,6 +100,7 @@ class MeshEstimate:
     token_ms: float | None = None
     mfu: float | None = None
     tokens_per_s: float | None = None
+    sharded: bool = False
     reason: str = ""
     savings: Savings = NO_OFFLOAD
     host_bytes: float = 0.0
@@ -203,7 +205,8 @@ def estimate(
         gpus_per_node: GPUs that NVLink connects.
         gpu: "h100", "h200", "a100", "b200", or a file that `doctor --profile` wrote.
         link_gbps: 10^9 bytes per second of a GPU to another node; None: that of the profile.
-        mode: "train": a step with FSDP; "serve": a prompt and tokens, with all weights on every rank.
+        mode: "train": a step with FSDP; "serve": a prompt and tokens, with all weights on every rank if they fit, else
+            sharded over the ranks.
         batch: Sequences of a step of all ranks, or requests when serving; None: one per data-parallel rank, one request.
         documents: Boundaries (0, ..., tokens) of packed documents.
         recompute: "none", "selective" or "full"; None: all are tried.
@@ -335,9 +338,11 @@ def _candidates(job: Job, mesh: Mesh) -> Iterator[MeshEstimate]:
     keeps = trains and schedule == "fused" and mesh.nodes == 1 and mesh.cp > 1
     if not trains:
         call, _ = _calls(job, mesh, schedule, keep=False)[0]
-        memory = serving_memory(job.shape, job.tokens, sequences, CHUNK, call, reserve=reserve)
         bound = _bound(job, mesh, "none", sequences)
-        yield MeshEstimate(mesh, call.layout, schedule, "none", False, sequences, memory, bound)
+        for sharded in (False, True) if mesh.cp > 1 else (False,):
+            memory = serving_memory(job.shape, job.tokens, sequences, CHUNK, call, sharded=sharded, reserve=reserve)
+            one = MeshEstimate(mesh, call.layout, schedule, "none", False, sequences, memory, bound)
+            yield replace(one, sharded=sharded)
         return
     rows, shards = -(-job.tokens // mesh.cp), mesh.dp * mesh.cp
     for recompute in job.recompute:
@@ -384,9 +389,9 @@ def _simulate(job: Job, one: MeshEstimate) -> MeshEstimate:
     shape, profile, mesh, ms = job.shape, job.profile, one.mesh, None
     calls = _calls(job, mesh, one.schedule, keep=one.keep)
     if job.mode == "serve":
-        seconds = prefill_s(shape, job.tokens, calls, profile)
+        seconds = prefill_s(shape, job.tokens, calls, profile, sharded=one.sharded)
         flops = shape.layer_flops(job.tokens) + shape.attention_flops(job.pairs)
-        ms = token_ms(shape, job.tokens, one.sequences, mesh.cp, profile)
+        ms = token_ms(shape, job.tokens, one.sequences, mesh.cp, profile, sharded=one.sharded)
         rate = one.sequences * 1e3 / ms
     else:
         rows, accumulate = -(-job.tokens // mesh.cp), one.sequences // mesh.dp

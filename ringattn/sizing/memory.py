@@ -84,7 +84,7 @@ class Memory:
     """Bytes of one rank by what they are for, at its peak.
 
     Attributes:
-        weights: This rank's share in fp32 in training; all weights in bf16 when serving.
+        weights: This rank's share in fp32 in training; in bf16 when serving, all of them or a slice and two gathered layers.
         gradients: Reduced gradients in fp32 that exist at the peak.
         optimizer: State of AdamW in fp32.
         activations: Tensors that layers save for their backward, and keys that a forward gathered.
@@ -244,22 +244,33 @@ def layers_to_offload(over: float, saved: float, layers: int) -> int:
 
 
 def serving_memory(
-    shape: ModelShape, tokens: int, batch: int, chunk: int, call: RingCall, *, reserve: float = 0.0
+    shape: ModelShape,
+    tokens: int,
+    batch: int,
+    chunk: int,
+    call: RingCall,
+    *,
+    sharded: bool = False,
+    reserve: float = 0.0,
 ) -> Memory:
-    """Return the memory of a serving rank: all weights in bf16, its part of the KV cache, and a chunk of prompt rows.
+    """Return the memory of a serving rank: weights in bf16, its part of the KV cache, and a chunk of prompt rows.
 
     Args:
         tokens: Context of a request.
         batch: Requests.
         chunk: Rows of the prompt that go through the model at once, of all ranks.
         call: The attention call of one layer.
+        sharded: A rank stores a slice of the weights, and the two layers that it gathers, instead of all.
         reserve: Bytes that libraries take outside of tensors.
     """
+    held = shape.parameters
+    if sharded:
+        held = shape.parameters / call.world_size + 2 * shape.layer_parameters
     rows = min(chunk, tokens) / call.world_size
     # a chunk's residual stream, q, and two tensors of the MLP's width
     working = rows * 2 * (3 * shape.dim + 2 * shape.heads * shape.head_dim + 3 * shape.mlp_width)
     return Memory(
-        weights=2 * shape.parameters,
+        weights=2 * held,
         working=working,
         ring=ring_bytes(call, backward=False),
         kv_cache=batch * tokens * shape.kv_token_bytes / call.world_size,

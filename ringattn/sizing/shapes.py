@@ -138,16 +138,16 @@ class ModelShape:
         head = 2.0 * self.vocab_size * self.dim
         return self.layer_flops(tokens) + head + self.attention_flops(tokens * (tokens + 1) // 2)
 
-    def decode_weight_bytes(self, batch: int = 1, ranks: int = 1, itemsize: int = 2) -> float:
-        """Bytes of parameters that a rank reads in a decode step, in which `ranks` share the MLPs and the head.
+    def decode_weight_bytes(self, batch: int = 1, ranks: int = 1, itemsize: int = 2, *, sharded: bool = False) -> float:
+        """Bytes of parameters that a rank reads in a decode step, in which `ranks` share the MLPs and the head; sharded: all.
 
         Example:
             >>> [load_shape("llama3-8b").decode_weight_bytes(ranks=ranks) for ranks in (1, 4)]
             [15009316864.0, 5765595136.0]
         """
         mlps = self.layers * self.mlp_parameters(min(self.experts, self.active_experts * batch))
-        shared = (mlps + self.vocab_size * self.dim) / ranks
-        return itemsize * (self.layers * self.attention_parameters + shared)
+        attention = self.layers * self.attention_parameters / (ranks if sharded else 1)
+        return itemsize * (attention + (mlps + self.vocab_size * self.dim) / ranks)
 
     def layer_flops(self, tokens: int) -> float:
         """FLOPs of one pass of the matrix products of all layers."""

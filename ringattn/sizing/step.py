@@ -38,7 +38,7 @@ class Seconds:
         elementwise: Norms, rotary embeddings, activations and residuals.
         optimizer: The update.
         ring_exposed: Time of attention calls beyond their kernels.
-        fsdp_exposed: All-gathers and reduce-scatters of FSDP that no layer hides.
+        fsdp_exposed: All-gathers and reduce-scatters of FSDP, or all-gathers of sharded weights, that no layer hides.
         tp_exposed: All-reduces of tensor parallelism.
         offload_exposed: Copies of checkpoints to host memory and back that no layer hides.
     """
@@ -151,30 +151,49 @@ def training_step(
 
 
 def prefill_s(
-    shape: ModelShape, tokens: int, calls: LayerCalls, profile: Profile, *, compiled: bool = True, tp: int = 1
+    shape: ModelShape,
+    tokens: int,
+    calls: LayerCalls,
+    profile: Profile,
+    *,
+    compiled: bool = True,
+    tp: int = 1,
+    sharded: bool = False,
 ) -> Seconds:
     """Return the seconds from a prompt to its first token.
 
     Args:
         compiled: Elementwise kernels are joined.
         tp: Ranks of a node that share heads and weights; `calls` have the heads of one of them. Ours hold all weights: 1.
+        sharded: Ranks hold slices of the weights, and gather each layer while the one before it computes.
     """
     rows, layers = -(-tokens // calls[0][0].world_size), shape.layers
     flops = 2.0 * rows * layers * shape.active_layer_parameters / tp
     times = [(attention_time(call, profile, "forward"), count) for call, count in calls]
     traffic = rows * layers * _bytes_per_row(shape, FORWARD_BYTES) * (COMPILED if compiled else 1) / tp
+    matmul, attention = flops / profile.matmul_tflops / 1e12, sum(count * time.kernel_ms for time, count in times) / 1e3
+    gather, call = 0.0, calls[0][0]
+    if sharded:
+        received = 2 * shape.layer_parameters * (call.world_size - 1) / call.world_size
+        gather = collective_s(received, call.world_size, profile, call.world_size // call.planned.nodes)
     return Seconds(
-        matmul=flops / profile.matmul_tflops / 1e12,
-        attention=sum(count * time.kernel_ms for time, count in times) / 1e3,
+        matmul=matmul,
+        attention=attention,
+        # the first layer has nothing to hide behind
+        fsdp_exposed=gather + (layers - 1) * max(0.0, gather - (matmul + attention) / layers),
         elementwise=traffic / profile.memory_gbps / 1e9,
         ring_exposed=sum(count * max(0.0, time.device_ms - time.kernel_ms) for time, count in times) / 1e3,
         tp_exposed=layers * _exchange_s(shape, rows, tp, profile, tp),
     )
 
 
-def token_ms(shape: ModelShape, context: int, batch: int, world_size: int, profile: Profile) -> float:
-    """Return the milliseconds of a decode step; ranks share the cache, the MLPs and the head."""
-    weights = shape.decode_weight_bytes(batch, world_size)
+def token_ms(
+    shape: ModelShape, context: int, batch: int, world_size: int, profile: Profile, *, sharded: bool = False
+) -> float:
+    """Return the milliseconds of a decode step; ranks share the cache, the MLPs and the head; sharded: all weights."""
+    weights = shape.decode_weight_bytes(batch, world_size, sharded=sharded)
     bound = (weights + shape.kv_token_bytes * context * batch / world_size) / profile.memory_gbps / 1e6
-    host_us = profile.host_us["decode_layer"] + (world_size > 1) * profile.host_us["decode_reduce"]
+    # an exchange after attention; with slices also one after the projections before it and one after that behind it
+    exchanges = (world_size > 1) * (3 if sharded else 1)
+    host_us = profile.host_us["decode_layer"] + exchanges * profile.host_us["decode_reduce"]
     return bound + shape.layers * host_us / 1e3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -26,7 +27,14 @@ from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.config import ServeArgs, check_model
 from ringattn.launch.serve.http.detokenizer import StopStrings
 from ringattn.launch.serve.model_runner import MIXED_ROWS, ModelRunner
-from ringattn.launch.serve.models import broadcast_weights, check_memory, describe_cache, load_model, make_cache
+from ringattn.launch.serve.models import (
+    broadcast_weights,
+    check_memory,
+    describe_cache,
+    load_model,
+    make_cache,
+    resolve_weights,
+)
 from ringattn.launch.serve.sampling import Logprob, Sampling, sample_tokens
 from ringattn.launch.serve.scheduler import AnswerRequest, Scheduler
 from ringattn.launch.serve.tokenizer import ByteTokenizer, ChatTemplateError, PretrainedTokenizer, make_tokenizer
@@ -603,6 +611,32 @@ def test_a_model_that_can_not_be_changed_is_served_as_it_is(monkeypatch, flags, 
     assert (found.fused, found.split) == (7 * ("compile" in done), 3 * ("parallel" in done))
     assert len(found.messages) == len(said)
     assert all(words in line for words, line in zip(said, found.messages, strict=True))
+
+
+def test_auto_shards_weights_where_whole_ones_leave_too_little_room(tmp_path):
+    # 1 GiB of embedding
+    sizes = {"vocab_size": 2**17, "hidden_size": 4096, "tie_word_embeddings": True, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    args = ServeArgs(str(tmp_path / "config.json"), dtype="bfloat16")
+
+    def weights(gib: float | None, ranks: int = 2, **flags: Any) -> str:
+        whole = None if gib is None else int(gib * 2**30)
+        return resolve_weights(dataclasses.replace(args, **flags), CPU, ranks, whole).weights
+
+    assert weights(4) == "whole"
+    assert weights(4, max_tokens=3 * 2**20) == "sharded"
+    assert weights(4, max_tokens=3 * 2**20, adapter="lora") == "whole"
+    assert weights(4, cache_gib=2.5) == "sharded"
+    assert weights(2) == "sharded"
+    assert weights(2, ranks=1) == weights(None) == "whole"
+    assert weights(2, weights="whole") == "whole"
+    with pytest.raises(Refusal, match=r"no cache fits beside the weights, which every .* or --weights sharded"):
+        check_memory(args, CPU, 2, int(2.4 * 2**30))
+    planned = check_memory(dataclasses.replace(args, weights="sharded"), CPU, 2, int(2.4 * 2**30))
+    assert planned.startswith("planned memory 2.1 of 2.4 GiB")
+    with pytest.raises(Refusal, match="adapter must be left out with sharded weights, got lora; merge it"):
+        weights(4, adapter="lora", weights="sharded")
 
 
 def test_what_a_gpu_cannot_hold_is_refused_before_it_is_loaded(tmp_path, monkeypatch):

@@ -272,6 +272,34 @@ def test_a_model_of_latents_is_served_from_a_cache_of_latents(tmp_path: Path) ->
         process.close()
 
 
+@pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="4.57 stores experts one by one")
+def test_sharded_weights_answer_as_one_process_from_a_checkpoint_with_kept_prefixes(tmp_path: Path) -> None:
+    from tests.integrations.transformers.test_sharded_weights import make
+
+    model = make("qwen3_moe", "eager", vocab_size=len(_tokenizer()))
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    _tokenizer().save_pretrained(tmp_path)
+    flags = "--weights sharded --page-size 4 --cache-gib 0.002 --chunk 16"
+    process = Process("--model", str(tmp_path), *flags.split())
+    try:
+        url = process.wait_until_ready()
+        assert "weights: sharded over 2 ranks, 0.00 GiB on each" in process.said
+        long = [3 + x * 7 % 50 for x in range(60)]
+        for prompt in (long[:9], long, [*long, 5, 6, 7], long[:40]):
+            with torch.no_grad():
+                ids = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
+            body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            assert answer["choices"][0]["token_ids"] == ids[len(prompt) :]
+        state = process.state()
+        assert state["totals"]["shared_tokens"] > 60
+        assert state["server"]["flags"]["weights"] == "sharded"
+        assert state["server"]["parameters"] == sum(x.numel() for x in model.parameters())
+    finally:
+        process.close()
+
+
 def test_the_state_has_the_machine_and_the_flags(server):
     about = server.state()["server"]
     assert (about["world_size"], about["device"], about["backend"]) == (2, "cpu", "gloo")

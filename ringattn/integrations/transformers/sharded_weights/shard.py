@@ -112,8 +112,9 @@ def _drawn_inputs(part: Part, rows: int) -> tuple[Tensor, ...]:
     x = torch.randn(rows, width, generator=generator, device="cpu").to(weight.device, weight.dtype)
     if not experts:
         return (x[None],)
-    chosen = torch.stack([torch.randperm(module.num_experts, generator=generator)[:2] for _ in range(rows)])
-    scores = torch.rand(chosen.shape, generator=generator)
+    order = torch.rand(rows, module.num_experts, generator=generator, device="cpu").argsort(-1)
+    chosen = order[:, : min(2, module.num_experts)]
+    scores = torch.rand(chosen.shape, generator=generator, device="cpu")
     return x, chosen.to(weight.device), scores.to(weight.device, weight.dtype)
 
 
@@ -140,10 +141,14 @@ def shard_weights(model: PreTrainedModel, ring: Ring) -> int:
         plan = plan_weights(model, ring.world_size)
     ring.assert_equal_across_ranks("a model to shard", describe_plan(plan))
     if ring.world_size > 1:
-        whole = {id(slot.weight): slot.weight.data for slot in plan.slots}
-        for slot in plan.slots:
-            slot.weight.data = slot.slice.cut(whole.pop(id(slot.weight)), ring.rank)
+        slice_weights(plan, ring.rank)
     return use_slices(plan, ring)
+
+
+def slice_weights(plan: WeightPlan, rank: int) -> None:
+    """Replace the whole weights of a model by a rank's slices."""
+    for slot in plan.slots:
+        slot.weight.data = slot.slice.cut(slot.weight.data, rank)
 
 
 def describe_plan(plan: WeightPlan) -> str:
