@@ -249,7 +249,8 @@ def _plan_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
     weights = sum(x.numel() * x.element_size() for x in model.parameters())
-    if args.weights == "sharded" and world_size > 1:
+    sharded = args.weights == "sharded" and world_size > 1
+    if sharded:
         try:
             sliced = plan_weights(model, world_size)
         except NotImplementedError:
@@ -259,7 +260,7 @@ def _plan_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
         weights = min(weights, sum(file.stat().st_size for file in files))  # quantised ones are smaller
     rows = args.chunk * world_size  # of the longest steps
     call = RingCall(short_mask(rows, causal=True), world_size, heads_of(shape))
-    fixed = serving_memory(shape, rows, 0, rows, call, reserve=RESERVE)
+    fixed = serving_memory(shape, rows, 0, rows, call, sharded=sharded, reserve=RESERVE)
     fixed = replace(fixed, weights=weights)
     sizes, row = _cache_sizes(model), 1 if args.kv_dtype == "fp8" else dtype.itemsize
     latent = sizes.get("latent")

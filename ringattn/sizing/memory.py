@@ -37,6 +37,8 @@ SAVED_STREAMS = {"none": 8.0, "selective": 1.0, "full": 1.0}
 """Tensors of the model's width that a layer saves for the backward, beside the MLP's."""
 SAVED_MLP = 4.0
 """Tensors of the MLP's width that a layer saves without recomputation."""
+REPLICATED_ROWS = 8192
+"""Most rows of a prefill that every rank computes with its slices of the weights."""
 
 
 ON_DEVICE = 2
@@ -268,7 +270,12 @@ def serving_memory(
         held = shape.parameters / call.world_size + 2 * shape.layer_parameters
     rows = min(chunk, tokens) / call.world_size
     # a chunk's residual stream, q, and two tensors of the MLP's width
-    working = rows * 2 * (3 * shape.dim + 2 * shape.heads * shape.head_dim + 3 * shape.mlp_width)
+    stream = 3 * shape.dim + 2 * shape.heads * shape.head_dim
+    working = rows * 2 * (stream + 3 * shape.mlp_width)
+    if sharded:
+        # all rows of a short prompt, and two fp32 addends of theirs
+        few = min(rows * call.world_size, REPLICATED_ROWS)
+        working = max(working, few * (2 * stream + 6 * shape.mlp_width / call.world_size + 8 * shape.dim))
     return Memory(
         weights=2 * held,
         working=working,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,11 +11,20 @@ import transformers
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.integrations.transformers import RingCache, load_sharded_model, register, shard_weights
+from ringattn.integrations.transformers import (
+    RingCache,
+    compile_for_decode,
+    load_sharded_model,
+    register,
+    shard_weights,
+)
 from ringattn.integrations.transformers.model_forward import SHARDED
 from ringattn.integrations.transformers.sharded_weights import load, shard
 from ringattn.integrations.transformers.sharded_weights.plan import plan_weights
+from ringattn.sizing.memory import REPLICATED_ROWS
 from tests.integrations.transformers.models import tokens
+from tests.integrations.transformers.test_decode_compile import compare_little
+from tests.support.graph_recorder import Reruns
 from tests.support.pool import Pools
 
 COMMON = {
@@ -127,6 +137,7 @@ def on_ranks(kind: str, least_rows: int) -> tuple[list[Tensor], int, int, int]:
     return found, stored, whole, 0 if weights is None else weights.gather.gathered - before
 
 
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("world_size", "least_rows"), [(1, SLICES), (2, SLICES), (2, GATHERED), (3, SLICES), (3, GATHERED)]
 )
@@ -161,6 +172,7 @@ def from_folder(folder: str) -> tuple[list[int], int, int, int]:
     return found[0].tolist(), stored, sum(read), max(read)
 
 
+@pytest.mark.models
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_rank_reads_and_stores_its_slice_of_a_checkpoint_alone(pool: Pools, kind: str, tmp_path: Any) -> None:
     model = make(kind, "eager")
@@ -193,3 +205,102 @@ def test_random_slices_are_those_of_random_whole_weights(kind: str) -> None:
             assert torch.equal(x, slices[name].cut(full, rank) if name in slices else full), name
         for name, x in plan.model.named_buffers():
             assert torch.equal(x, whole.get_buffer(name)), name
+
+
+def compiled(kind: str) -> tuple[list[int], int]:
+    """Tokens of a model whose layers are compiled, and the number of compiled modules."""
+    ring, model = Ring(), make(kind, num_hidden_layers=1)
+    shard_weights(model, ring)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patched:
+        compare_little(patched, (1,), 20)
+        modules = compile_for_decode(model, ring, backend="eager")
+    with RingCache(model, ring, max_tokens=64, page_size=4) as cache:
+        found = model.generate(**calls()[0], past_key_values=cache)[0].tolist()
+    ring.close()
+    return found, modules
+
+
+@pytest.mark.slow
+def test_compiled_layers_answer_alike(pool: Pools) -> None:
+    expected = make("llama", "eager", num_hidden_layers=1).generate(**calls()[0])[0].tolist()
+    assert pool(2).run(compiled, "llama") == [(expected, 2)] * 2
+
+
+def replayed(kind: str) -> tuple[list[list[int]], int]:
+    """Tokens of a model whose steps are replayed, and of one with fp8 pages; replays."""
+    ring, model, found = Ring(), make(kind), []
+    shard_weights(model, ring)
+    recorder = Reruns()
+    for options in ({"graphs": recorder}, {"kv_dtype": torch.float8_e4m3fn}):
+        with RingCache(model, ring, max_tokens=64, page_size=4, **options) as cache:
+            found.append(model.generate(**calls()[0], past_key_values=cache)[0].tolist())
+    ring.close()
+    return found, recorder.replays
+
+
+def whole_with_fp8(kind: str) -> list[int]:
+    """Tokens of whole weights on ranks, with fp8 pages."""
+    ring, model = Ring(), make(kind)
+    with RingCache(model, ring, max_tokens=64, page_size=4, kv_dtype=torch.float8_e4m3fn) as cache:
+        return model.generate(**calls()[0], past_key_values=cache)[0].tolist()
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "glm4_moe_lite"])
+def test_replays_and_fp8_pages_answer_alike(pool: Pools, kind: str) -> None:
+    expected, halved = alone(kind)[0].tolist(), pool(2).run(whole_with_fp8, kind)[0]
+    for found, replays in pool(2).run(replayed, kind):
+        assert found == [expected[0], halved]
+        assert replays > 2
+
+
+def refusals() -> list[str]:
+    ring, found = Ring(), []
+    llama = make("llama")
+
+    class Quantised(torch.nn.Linear):
+        """Weights that are no plain numbers."""
+
+    odd = make("llama")
+    odd.model.layers[1].mlp.down_proj = Quantised(56, 40)
+    gpt2 = {"n_embd": 40, "n_layer": 1, "n_head": 4, "vocab_size": 61}
+    conv = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(**gpt2))
+    for model in (odd, conv):
+        try:
+            shard_weights(model, ring)
+        except NotImplementedError as error:
+            found.append(str(error))
+    shard_weights(llama, ring)
+    for call in (lambda: llama(input_ids=tokens(5)), lambda: copy.deepcopy(llama)):
+        try:
+            call()
+        except RuntimeError as error:
+            found.append(str(error))
+    ring.close()
+    return found
+
+
+def test_modules_that_cannot_be_sliced_and_calls_without_a_cache_are_refused_by_name(pool: Pools) -> None:
+    for linear, conv, call, copied in pool(2).run(refusals):
+        assert "got model.layers.1.mlp.gate_proj" in linear or "got model.layers.1.mlp.down_proj.weight" in linear
+        assert "of Quantised, which cannot be sliced; use whole weights" in linear
+        assert "got transformer.h.0.mlp.c_fc.weight, (40, 160) torch.float32 of Conv1D, which cannot be sliced" in conv
+        assert "must be called with a step of a cache of its ring, by RingCache or run_step" in call
+        assert "must be copied or saved whole before its weights are sharded" in copied
+
+
+def test_gathering_begins_where_weights_arrive_before_slices_have_computed() -> None:
+    register()
+    llama = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    config = transformers.AutoConfig.for_model("llama", **llama, num_hidden_layers=1, vocab_size=64)
+
+    def rows(ranks: int) -> int:
+        return shard.rows_to_gather(plan_weights(load.empty_model(config, torch.bfloat16), ranks))
+
+    # with e bytes per number: products of 2 / 8 FLOP per weight and row, outputs of q, k, v, o, addends and sums of the MLP
+    weights = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
+    row = 2 * weights / 8 / shard.FLOPS_PER_BYTE + 7 / 8 * (2 * (2 * 8192 + 2 * 1024) + (4 + 2) * 8192)
+    assert rows(8) == int(7 / 8 * 2 * weights / row) == 7446
+    assert 1000 < rows(2) < rows(4) < rows(8) < REPLICATED_ROWS
+    # hidden states of all rows are on every rank
+    assert rows(64) == REPLICATED_ROWS

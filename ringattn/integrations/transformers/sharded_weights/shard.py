@@ -40,6 +40,7 @@ from ringattn.integrations.transformers.sharded_weights.forwards import Forwards
 from ringattn.integrations.transformers.sharded_weights.layer_gather import LayerGather
 from ringattn.integrations.transformers.sharded_weights.plan import Part, WeightPlan, plan_weights
 from ringattn.ring import Ring
+from ringattn.sizing.memory import REPLICATED_ROWS
 
 FLOPS_PER_BYTE = 1700
 """Operations of matrix products that a GPU does while it receives a byte: 600 TFLOP/s over 350 GB/s."""
@@ -183,8 +184,12 @@ def rows_to_gather(plan: WeightPlan) -> int:
     """Return the rows of a prefill, of all ranks, from which on gathered weights take less time than slices.
 
     Gathered weights arrive beside the products of a layer: the longer of both counts. With slices the products take the same time,
-    and outputs of linear layers, and twice the sums of MLPs, are received in between. So slices are faster as long as products
-    and exchanged outputs of all rows take less time than the whole weights of a layer take to arrive.
+    and outputs of linear layers, and addends and sums of MLPs, are received in between. So slices are faster as long as products
+    and exchanged outputs of all rows take less time than the whole weights of a layer take to arrive. They serve at most
+    REPLICATED_ROWS rows, whose hidden states every rank holds.
+
+    Example: a layer of Llama 3 70B is 1.7 GB in bf16, of which one of 8 ranks receives 1.5 GB. A row costs it 0.2 GFLOP of
+    products, as long as it receives 126 KB, and 76 KB of outputs: 7,446 rows.
     """
     products, received, weights = 0.0, 0.0, 0.0
     for part in plan.parts:
@@ -201,7 +206,8 @@ def rows_to_gather(plan: WeightPlan) -> int:
         else:
             received += (4 + item) * _model_width(part)
     share = (plan.ranks - 1) / plan.ranks
-    return max(1, int(share * weights / (products / FLOPS_PER_BYTE + share * received))) if plan.ranks > 1 else 1
+    rows = int(share * weights / (products / FLOPS_PER_BYTE + share * received)) if plan.ranks > 1 else 1
+    return min(max(rows, 1), REPLICATED_ROWS)
 
 
 def _ratio(columns: int, width: int, weight: Tensor, slot: Any) -> float:
