@@ -120,7 +120,7 @@ class StepWeights(Protocol):
         """Return whether a prefill of so many rows computes with gathered weights."""
         ...
 
-    def gathering(self) -> AbstractContextManager[None]:
+    def gather_ahead(self) -> AbstractContextManager[None]:
         """Gather the weights of layers ahead inside, which is one call of the model. Collective."""
         ...
 
@@ -265,12 +265,12 @@ def forward_step(
     others[cache_keyword(parameters)] = PassthroughCache()
     can_keep = "logits_to_keep" in parameters
     others |= {"logits_to_keep": keep} if can_keep else {}
-    gathering = nullcontext() if weights is None or replicated else weights.gathering()
+    ahead = nullcontext() if weights is None or replicated else weights.gather_ahead()
     with (
         one_forward(),
         replicated_rows(ring if replicated else None),
         _setting(_prefill, prefill),
-        gathering,
+        ahead,
         step.one_call(),
     ):
         out = forward(**rows, position_ids=positions, use_cache=True, step=step, return_dict=True, **others)

@@ -263,7 +263,7 @@ def refusals() -> list[str]:
 
     odd = make("llama")
     odd.model.layers[1].mlp.down_proj = Quantised(56, 40)
-    gpt2 = {"n_embd": 40, "n_layer": 1, "n_head": 4, "vocab_size": 61}
+    gpt2: dict[str, Any] = {"n_embd": 40, "n_layer": 1, "n_head": 4, "vocab_size": 61}
     conv = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(**gpt2))
     for model in (odd, conv):
         try:

@@ -65,7 +65,7 @@ class LayerGather:
             ]
 
     @contextmanager
-    def gathering(self) -> Iterator[None]:
+    def gather_ahead(self) -> Iterator[None]:
         """Gather layers ahead inside, which is one call of the model."""
         self.allocate()
         self._drain()

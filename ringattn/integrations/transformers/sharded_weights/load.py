@@ -134,7 +134,7 @@ class _Files:
 
 
 class _Wanted(NamedTuple):
-    """What a weight of the model is made of: tensors of the checkpoint, by patterns of a converter; None: of one as it is."""
+    """Tensors of the checkpoint that a weight is made of, by patterns of a converter; None: of one as it is."""
 
     converter: Any
     sources: list[tuple[str, str]]

@@ -1,4 +1,4 @@
-"""Which weights of a model are sliced, and how: read from its modules, on any device, `meta` included.
+"""Plan of the weights of a model that are sliced, and how: read from its modules, on any device, `meta` included.
 
 In decoder layers: an MLP by its inner columns, experts by the inner columns of each, and any other linear layer by its outputs.
 Outside of them: embeddings and the output head by tokens. The rest is whole on every rank: biases, norms, routers, encoders of
@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(eq=False)
 class WeightPlan:
-    """What is sliced in a model, over so many ranks."""
+    """The parts of a model that are sliced over so many ranks."""
 
     model: PreTrainedModel
     ranks: int

@@ -14,7 +14,7 @@ Note [Attention by all heads]
     output projection is column-parallel: per row a rank receives (P - 1) 4 h (dv + 2) bytes of partials and (P - 1) / P e d of
     columns, e bytes per number. With heads distributed after attention (one all-to-all of partials, then a row-parallel projection
     and its sum) it would receive (P - 1) / P 4 h (dv + 2) and (P - 1) 4 d. For 64 heads of 128, d = 8192 and 8 GPUs these are 247
-    and 259 KB in two exchanges each: nothing is gained, sums of the projection would round in fp32 across ranks, and the number of
+    and 258 KB in two exchanges each: nothing is gained, sums of the projection would round in fp32 across ranks, and the number of
     heads would have to be divided.
 """
 
@@ -76,9 +76,9 @@ class ShardedWeights:
         return rows >= self._least_rows
 
     @contextmanager
-    def gathering(self) -> Iterator[None]:
+    def gather_ahead(self) -> Iterator[None]:
         """See `StepWeights`."""
-        with self.gather.gathering():
+        with self.gather.gather_ahead():
             yield
 
     def compare(self) -> str:
@@ -92,7 +92,7 @@ class ShardedWeights:
                 kinds.add(kind)
                 for rows in TRIED:
                     inputs = _drawn_inputs(part, rows)
-                    with self.gathering():
+                    with self.gather_ahead():
                         expected = part.module(*inputs)
                     with replicated_rows(self.ring):
                         found = part.module(*inputs)
@@ -189,7 +189,7 @@ def rows_to_gather(plan: WeightPlan) -> int:
     REPLICATED_ROWS rows, whose hidden states every rank holds.
 
     Example: a layer of Llama 3 70B is 1.7 GB in bf16, of which one of 8 ranks receives 1.5 GB. A row costs it 0.2 GFLOP of
-    products, as long as it receives 126 KB, and 76 KB of outputs: 7,446 rows.
+    products, as long as it receives 126 KB, and 75 KB of outputs: 7,446 rows.
     """
     products, received, weights = 0.0, 0.0, 0.0
     for part in plan.parts:
