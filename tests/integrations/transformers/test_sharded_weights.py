@@ -232,7 +232,8 @@ def replayed(kind: str) -> tuple[list[list[int]], int]:
     ring, model, found = Ring(), make(kind), []
     shard_weights(model, ring)
     recorder = Reruns()
-    for options in ({"graphs": recorder}, {"kv_dtype": torch.float8_e4m3fn}):
+    ways: list[dict[str, Any]] = [{"graphs": recorder}, {"kv_dtype": torch.float8_e4m3fn}]
+    for options in ways:
         with RingCache(model, ring, max_tokens=64, page_size=4, **options) as cache:
             found.append(model.generate(**calls()[0], past_key_values=cache)[0].tolist())
     ring.close()
