@@ -228,8 +228,8 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.out_features = weight.shape[0]
         self.weight = nn.Parameter(weight, requires_grad=False)
-        has_bias = with_bias and bias is not None
-        self.bias = nn.Parameter(bias.float(), requires_grad=False) if has_bias else None
+        added = bias if with_bias else None
+        self.bias = None if added is None else nn.Parameter(added.float(), requires_grad=False)
 
     @untraced  # not all compilers support out_dtype
     def forward(self, x: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ from ringattn.integrations.transformers import (
 )
 from ringattn.integrations.transformers.model_forward import SHARDED
 from ringattn.integrations.transformers.sharded_weights import load, shard
-from ringattn.integrations.transformers.sharded_weights.plan import plan_weights
+from ringattn.integrations.transformers.sharded_weights.layer_gather import LayerGather
+from ringattn.integrations.transformers.sharded_weights.plan import Slot, plan_weights
+from ringattn.integrations.transformers.sharded_weights.slices import Slice
 from ringattn.sizing.memory import REPLICATED_ROWS
 from tests.integrations.transformers.models import tokens
 from tests.integrations.transformers.test_decode_compile import compare_little
@@ -164,7 +166,7 @@ def from_folder(folder: str) -> tuple[list[int], int, int, int]:
             return found
 
         patch.setattr(load._Files, "read", seen)
-        model = load_sharded_model(folder, ring)
+        model: Any = load_sharded_model(folder, ring)
     stored = sum(x.nbytes for x in model.parameters())
     with RingCache(model, ring, max_tokens=64, page_size=4) as cache:
         found = model.generate(**calls()[0], past_key_values=cache)
@@ -305,3 +307,59 @@ def test_gathering_begins_where_weights_arrive_before_slices_have_computed() -> 
     assert 1000 < rows(2) < rows(4) < rows(8) < REPLICATED_ROWS
     # hidden states of all rows are on every rank
     assert rows(64) == REPLICATED_ROWS
+
+
+class _Gathers:
+    """In place of a ring of two ranks with equal slices: records when transfers begin and end."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def post_gather(self, x: Tensor, out: Tensor) -> Any:
+        layer = int(x.flatten()[0])
+        self.events.append(f"post {layer}")
+
+        def wait() -> None:
+            self.events.append(f"wait {layer}")
+            out.copy_(x.expand_as(out))
+
+        return wait
+
+
+def test_a_layer_is_gathered_while_the_one_before_it_computes_into_the_buffer_that_is_free() -> None:
+    ring: Any = _Gathers()
+    layers = [[Slot(torch.nn.Linear(3, 8), "weight", Slice(0, 10, 8))] for _ in range(4)]
+    for number, [slot] in enumerate(layers):
+        slot.weight.data.fill_(number)
+    gather = LayerGather(layers, ring)
+    for ends in (4, 2, 4):
+        # a call that ends early leaves nothing behind
+        ring.events.clear()
+        with gather.gather_ahead():
+            for layer in range(ends):
+                whole = gather.whole(layer, 0)
+                ring.events.append(f"compute {layer}")
+                assert torch.equal(whole, torch.full((10, 3), float(layer)))
+                assert whole.data_ptr() == gather.whole(layer, 0).data_ptr()
+        expected = ["post 0"]
+        for layer in range(ends):
+            ahead = [f"post {layer + 1}"] if layer + 1 < len(layers) else []
+            expected += [f"wait {layer}", *ahead, f"compute {layer}"]
+        assert ring.events == expected + [f"wait {ends}"] * (ends < len(layers))
+    assert gather.buffer_bytes == 256  # 16 rows of 3, aligned
+
+
+@pytest.mark.parametrize(
+    "cut", [Slice(0, 10, 8), Slice(1, 6, 8), Slice(2, 5, 8, 2), Slice(1, 3, 8, 2), Slice(0, 5, 8, 2)]
+)
+def test_slices_of_all_ranks_are_the_whole_weight(cut: Slice) -> None:
+    whole = torch.randn(10, 6, 10)
+    slices = torch.stack([cut.cut(whole, rank) for rank in range(3)])
+    assert slices.shape[1:] == cut.shape(whole.shape)
+    assert cut.whole_shape(slices.shape[1:]) == whole.shape
+    found = torch.full_like(whole, torch.nan)
+    cut.write(slices, found)
+    assert torch.equal(found, whole)
+    assert float(slices.double().sum()) == pytest.approx(float(whole.double().sum()))  # padding is zeros

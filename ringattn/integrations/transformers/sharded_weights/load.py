@@ -92,7 +92,7 @@ def read_slices(folder: Path, plan: WeightPlan, rank: int, device: torch.device)
             f"the folder must have all weights of {type(model).__name__}, got {folder} without {len(loader.missing)} of them, such "
             f"as {min(loader.missing)}, which would be random; fetch the checkpoint again, or correct its config.json"
         )
-    model.to(device)  # buffers
+    nn.Module.to(model, device)  # buffers
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
 
@@ -264,12 +264,11 @@ def draw_weights(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for owner, module in _initialised(model, model):
-            names = [name for name, x in module._parameters.items() if x is not None and id(x) not in placed]
-            metas = {name: module._parameters[name] for name in names}
+            metas = {name: x for name, x in module._parameters.items() if x is not None and id(x) not in placed}
             for name, x in metas.items():
                 module._parameters[name] = nn.Parameter(torch.zeros_like(x, device=device), requires_grad=False)
             vars(module).pop("_is_hf_initialized", None)
-            if names or not module._parameters:
+            if metas or not module._parameters:
                 owner._initialize_weights(module)
             for name, x in metas.items():
                 own: Any = module._parameters[name]
@@ -280,7 +279,7 @@ def draw_weights(
                     module._parameters[name] = placed[id(metas[name])]
                 elif x is not None:
                     module._parameters[name] = placed[id(x)]  # tied to one that was drawn before
-    model.to(device)  # buffers
+    nn.Module.to(model, device)  # buffers
     return digest
 
 
