@@ -115,15 +115,18 @@ def calls() -> list[dict[str, Any]]:
     ]
 
 
-def alone(kind: str) -> list[Tensor]:
+SCORED = {"return_dict_in_generate": True, "output_logits": True}
+
+
+def alone(kind: str, **options: Any) -> list[Any]:
     """Tokens that one process generates with whole weights."""
     model = make(kind, "eager")
     whole = [{name: x for name, x in call.items() if name != "prefill_chunk_size"} for call in calls()]
-    return [model.generate(**call) for call in whole]
+    return [model.generate(**call, **options) for call in whole]
 
 
-def on_ranks(kind: str, least_rows: int) -> tuple[list[Tensor], int, int, int]:
-    """Tokens that a rank generates, the bytes of its weights and of whole ones, and the layers that it gathered."""
+def on_ranks(kind: str, least_rows: int) -> tuple[list[tuple[Tensor, Tensor]], int, int, int]:
+    """Tokens that a rank generates with their logits, bytes of its weights and of whole ones, and the layers that it gathered."""
     ring, model = Ring(), make(kind)
     whole = sum(x.nbytes for x in model.parameters())
     with pytest.MonkeyPatch.context() as patch:
@@ -134,7 +137,8 @@ def on_ranks(kind: str, least_rows: int) -> tuple[list[Tensor], int, int, int]:
     found = []
     for call in calls():
         with RingCache(model, ring, max_tokens=64, batch=2, page_size=4) as cache:
-            found.append(model.generate(**call, past_key_values=cache).clone())
+            out = model.generate(**call, past_key_values=cache, **SCORED)
+            found.append((out.sequences, torch.stack(out.logits)))
     ring.close()
     return found, stored, whole, 0 if weights is None else weights.gather.gathered - before
 
@@ -145,9 +149,11 @@ def on_ranks(kind: str, least_rows: int) -> tuple[list[Tensor], int, int, int]:
 )
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_answers_equal_those_of_whole_weights(pool: Pools, kind: str, world_size: int, least_rows: int) -> None:
-    expected = alone(kind)
+    expected = alone(kind, **SCORED)
     for found, stored, whole, gathered in pool(world_size).run(on_ranks, kind, least_rows):
-        assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+        for (ids, logits), one in zip(found, expected, strict=True):
+            assert ids.tolist() == one.sequences.tolist()
+            torch.testing.assert_close(logits, torch.stack(one.logits), rtol=1e-4, atol=1e-4)
         if world_size > 1:
             assert stored < whole * 0.75
             assert (gathered > 0) == (least_rows == GATHERED)
