@@ -250,7 +250,9 @@ def make_forward_batch(
 ) -> ForwardBatch:
     """Make the batch of new tokens whose pages were assigned; same_length: requests of a prefill keep a batch dimension."""
     if cache.ranks:
-        return _join(cache, [make_forward_batch(one, requests, counts, mode, same_length) for one in cache.ranks])
+        return _batch_of_process(
+            cache, [make_forward_batch(one, requests, counts, mode, same_length) for one in cache.ranks]
+        )
     allocator = cache.allocator
     here = allocator.get_requests(requests)
     lengths, firsts = tuple(one.length for one in here), tuple(one.first for one in here)
@@ -268,7 +270,7 @@ def make_forward_batch(
     return _prefill_step(common, same_length)
 
 
-def _join(cache: KVPool, ranks: Sequence[ForwardBatch]) -> ForwardBatch:
+def _batch_of_process(cache: KVPool, ranks: Sequence[ForwardBatch]) -> ForwardBatch:
     """Return the batch of a process from those of its virtual ranks."""
     first, ring, each = ranks[0], cache.ring, cache.allocator.pages * cache.page_size
 

@@ -339,7 +339,11 @@ def test_formats_that_can_not_be_followed_get_a_400_in_bounded_time(noise, optio
 def test_a_server_without_llguidance_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with FakeServer(FakeRunner(pages=1000), tokenizer=Marked(), tool_format="hermes") as served:
-        for options in ({"structured_outputs": {"regex": "a"}}, {"tools": TOOLS, "tool_choice": "required"}):
+        refused: list[dict[str, Any]] = [
+            {"structured_outputs": {"regex": "a"}},
+            {"tools": TOOLS, "tool_choice": "required"},
+        ]
+        for options in refused:
             found = post(served, **options)
             assert found.status_code == 400
             assert NEEDED in found.json()["error"]["message"]
