@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ringattn.autograd import attend, side
+from ringattn.autograd import attend, expand_rows, side
 from ringattn.dispatch import call_text
 from ringattn.plan.attention_spec import ScoreTensors
 from ringattn.plan.expressions import Mask
@@ -17,7 +17,6 @@ from ringattn.plan.options import EXPANDS, MaskOptions, resolve_integer, resolve
 from ringattn.plan.sharding import Sharding, check_sharding
 from ringattn.schedule.latents import with_rotary
 from ringattn.schedule.validation import check_latents, check_tensors, expand_bias
-from ringattn.virtual import expand_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -26,13 +26,13 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ringattn.dispatch import resolve, ring_of, run_backward, run_forward
+from ringattn.dispatch import resolve, ring_of, run_backward, run_forward, virtual_backward, virtual_forward
 from ringattn.kernels.interface import accumulation_dtype
 from ringattn.plan.attention_spec import ScoreTensors
+from ringattn.plan.sharding import Sharding
 from ringattn.schedule.execution_plan import BackwardCall, WantedGrads
 from ringattn.schedule.latents import Latents
 from ringattn.tensor_checks import BatchDigest, has_tangent
-from ringattn.virtual import virtual_backward, virtual_forward
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Types that do not override operators."""
@@ -259,6 +259,23 @@ class _Gradients(torch.autograd.Function):
             ctx.ring.name,
             "ring attention must be differentiated once, got a gradient of its gradients; use attention_reference for it",
         )
+
+
+class _ExpandRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, ring: Any, lens: list[int]) -> Tensor:
+        ctx.ring, ctx.lens = ring, lens
+        return bias.expand(-1, -1, sum(lens), -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.ring.ordered_sum([part.sum(2, keepdim=True) for part in grad.split(ctx.lens, 2)]), None, None
+
+
+def expand_rows(bias: Tensor, sharding: Sharding) -> Tensor:
+    """Return a bias `b h 1 n` for all rows of this process; its gradient is summed by virtual rank, then in their order."""
+    lens = [rows.shard_len for rows in sharding.hosted or (sharding,)]
+    return _ExpandRows.apply(bias, sharding.ring, lens)  # pyright: ignore[reportReturnType]
 
 
 def _is_batch(grad: Tensor | None) -> bool:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn import virtual
+from ringattn import dispatch
 from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.kernels.decode import eager as decode_eager
 from ringattn.launch.check import __main__ as check_command
@@ -71,13 +71,13 @@ def test_check_compares_virtual_ranks_with_the_simulated_ring_bit_by_bit(tmp_pat
 def test_check_is_red_when_virtual_ranks_have_other_bits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forward = virtual.run_forward
+    forward = dispatch.run_forward
 
     def nearly(*args: Any, **kwargs: Any) -> Any:
         o, lse, saved = forward(*args, **kwargs)
         return torch.nextafter(o, o + 1), lse, saved
 
-    monkeypatch.setattr(virtual, "run_forward", nearly)
+    monkeypatch.setattr(dispatch, "run_forward", nearly)
     assert check_command.main(["--device", "cpu", "--only", "causal window", "--virtual-size", "4"]) == 1
     assert "over budget: bits of the simulated ring" in capsys.readouterr().out
 

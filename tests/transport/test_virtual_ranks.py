@@ -212,12 +212,12 @@ def test_rows_are_those_of_the_process() -> None:
 
 
 def test_a_failing_virtual_rank_fails_the_call_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringattn import virtual
+    from ringattn import dispatch
 
     sharding = Ring(virtual_size=4).sharding(16)
     x = torch.randn(1, 16, 1, 16)
     expected = ring_attention(x, x, x, sharding)
-    run = virtual.run_forward
+    run = dispatch.run_forward
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         if args[5].rank == 2:
@@ -225,7 +225,7 @@ def test_a_failing_virtual_rank_fails_the_call_and_the_next_one_works(monkeypatc
         return run(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(virtual, "run_forward", fail)
+        patched.setattr(dispatch, "run_forward", fail)
         with pytest.raises(ArithmeticError, match="rank 2"):
             ring_attention(x, x, x, sharding)
     assert torch.equal(ring_attention(x, x, x, sharding), expected)
