@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from ringattn.inference import PagedKVCache
+from ringattn.integrations.transformers.sharded_weights.shard import use_slices
 from ringattn.integrations.transformers.support import cache_sizes
 from ringattn.launch.common.distributed import Session
 from ringattn.launch.serve import model_runner as model_runner_module
@@ -45,11 +46,16 @@ Answers = list[tuple[list[int], list[float], int]]
 """Of each request its tokens, their logprobs, and how many tokens of its prompt were cached."""
 
 
-def serve(path: str, waves: Waves, pages: int, slots: int, fp8: bool, ahead: bool) -> tuple[Answers, dict[str, Any]]:
+def serve(
+    path: str, waves: Waves, pages: int, slots: int, fp8: bool, ahead: bool, weights: Any = "whole"
+) -> tuple[Answers, dict[str, Any]]:
     """Return the answers of rank 0 to requests of which each wave comes when the one before has ended, and the last state."""
     rank = Session(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
     ring, channel = Ring(), RankChannel(rank, 60.0)
-    model: Any = load_model(ServeArgs(path, dtype="float32"), CPU).model
+    served = load_model(ServeArgs(path, dtype="float32", weights=weights), CPU, rank.rank, rank.world_size)
+    if served.plan is not None:
+        use_slices(served.plan, ring)
+    model: Any = served.model
     kv_dtype = torch.float8_e4m3fn if fp8 else None
     cache = PagedKVCache(
         ring, **cache_sizes(model), dtype=torch.float32, kv_dtype=kv_dtype, pages=pages, page_size=PAGE, device=CPU
@@ -133,12 +139,16 @@ def alone(pool: Pools) -> list[list[int]]:
     return [tokens for tokens, _, _ in answers]
 
 
-@pytest.mark.parametrize(("world_size", "slots", "ahead"), [(1, 40, True), (2, 0, True), (2, 40, False)])
+@pytest.mark.parametrize(
+    ("world_size", "slots", "ahead", "weights"),
+    [(1, 40, True, "whole"), (2, 0, True, "whole"), (2, 40, False, "whole"), (2, 0, True, "sharded")],
+)
 def test_preempted_answers_have_the_tokens_of_answers_alone_and_none_twice(
-    pool: Pools, alone: list[list[int]], world_size: int, slots: int, ahead: bool
+    pool: Pools, alone: list[list[int]], world_size: int, slots: int, ahead: bool, weights: str
 ) -> None:
     # 16 pages of 4 tokens for requests of up to 59
-    (answers, state), *others = pool(world_size).run(serve, TINY, crowd(), 16 // world_size, slots, False, ahead)
+    given = crowd(), 16 // world_size, slots, False, ahead, weights
+    (answers, state), *others = pool(world_size).run(serve, TINY, *given)
     assert [tokens for tokens, _, _ in answers] == alone
     assert state["totals"]["preemptions"] > 0
     assert not slots or state["host"]["saved_bytes"] > 0
