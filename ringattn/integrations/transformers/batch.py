@@ -65,7 +65,8 @@ def shard_batch(
     Average losses and gradients over the ranks of the ring, as DDP and FSDP do (Note [Loss of a shard]).
 
     A batch that would leave a rank without a row, as one of fewer tokens than ranks, is laid out contiguously, with rows at the
-    end that count for nothing and that `sharding.unshard` leaves out.
+    end that count for nothing and that `sharding.unshard` leaves out. Where rows of the batch have different documents, it becomes
+    one row of all tokens, in their order, and so do the outputs of the model.
 
     Args:
         batch: Output of a collator: `input_ids` `b n` or `inputs_embeds` `b n e`, and any of `labels`, `shift_labels`,
@@ -132,6 +133,10 @@ def shard_batch(
             apart, mask = positions != positions[0], batch.get("attention_mask")
             several = bool((apart if mask is None else apart & mask.to(torch.bool)).any())
             positions = positions if several else positions[0]
+        whole_inputs = [*images, *(["pooling"] if pooling else []), *(["tree"] if tree is not None else [])]
+        if not (several or whole_inputs or batch.get("cu_seq_lens_q") is not None) and _differ_in_documents(batch):
+            options: Any = {"shift_labels": shift_labels, "balance": balance, "pack": pack}
+            return shard_batch(_in_one_row(batch, shift_labels is not False), ring, layout, **options)
         text = positions if not several else positions[0] if positions is not None and len(positions) == 4 else None
         documents = None if tree is not None else _documents(batch, text, n)
         if tree is not None:
@@ -155,7 +160,6 @@ def shard_batch(
                 "shift_labels must be left out of a batch whose labels are not shifted, got both; drop one"
             )
         if not all(sharding.shard_lens):
-            whole_inputs = [*images, *(["pooling"] if pooling else []), *(["tree"] if tree is not None else [])]
             batch, positions, sharding = _with_a_row_per_rank(batch, positions, sharding, tokens, whole_inputs)
             documents, n = sharding.documents, sharding.seq_len
     sharding = _compared_by(ring, batch, images, sharding)
@@ -175,6 +179,29 @@ def shard_batch(
     part |= {"gather_outputs": True} if pooling else _labels(batch, sharding, shift_labels is not False, tree)
     part |= {} if tree is None else {"tree": tree}
     return {**part, "use_cache": False, "sharding": sharding}
+
+
+def _differ_in_documents(batch: Mapping[str, Any]) -> bool:
+    """Return whether positions restart at different places in the rows of a batch without an attention mask."""
+    positions = batch.get("position_ids")
+    if positions is None or positions.dim() != 2 or len(positions) == 1 or batch.get("attention_mask") is not None:
+        return False
+    starts = positions.diff(dim=-1) != 1
+    return bool((starts != starts[:1]).any())
+
+
+def _in_one_row(batch: Mapping[str, Any], shift: bool) -> dict[str, Any]:
+    """Return a batch of documents with all tokens in one row; labels are shifted before, because the rows meet there."""
+    found = dict(batch)
+    if shift and found.get("labels") is not None and found.get("shift_labels") is None:
+        found["shift_labels"] = torch.nn.functional.pad(found["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+    # a row begins a document, whatever its positions
+    starts = torch.nn.functional.pad(batch["position_ids"].diff(dim=-1) != 1, (1, 0), value=True).flatten()
+    edges = torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=len(starts))
+    for name in (*_ROWS, "labels", "shift_labels", "position_ids"):
+        if found.get(name) is not None:
+            found[name] = found[name].flatten(0, 1)[None]
+    return {**found, "cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
 
 
 def labels_per_ring(

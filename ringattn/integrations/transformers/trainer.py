@@ -254,7 +254,11 @@ class RingTrainerMixin(_Base):
         sharding: Sharding = part["sharding"]
 
         def unshard(x: Tensor) -> Tensor:
-            return sharding.unshard(x, dim=1) if x.dim() > 2 and x.shape[1] == sharding.shard_len else x
+            if x.dim() <= 2 or x.shape[1] != sharding.shard_len:
+                return x
+            whole, tokens = sharding.unshard(x, dim=1), inputs.get("input_ids")
+            one_row = tokens is not None and len(whole) == 1 and tokens.numel() == whole.shape[1]
+            return whole.view(*tokens.shape, *whole.shape[2:]) if one_row and tokens is not None else whole
 
         loss, logits, labels = super().prediction_step(model, part, prediction_loss_only, ignore_keys)
         if loss is not None:

@@ -45,6 +45,30 @@ def test_gradients_of_packed_documents_equal_one_process(pool: Pools, kind: str,
     assert_equal(pool(2).run(on_ranks, kind, batch, layout, {})[0], alone(kind, plain))
 
 
+def rows_of_documents(lengths: list[tuple[int, ...]]) -> dict[str, Tensor]:
+    """A batch whose rows have documents of these lengths; those of a flattened batch are all in one row."""
+    rows = [[tokens(length, seed=length)[0] for length in row] for row in lengths]
+    labels = [torch.cat([torch.cat([x.new_full((1,), -100), x[1:]]) for x in row]) for row in rows]
+    positions = [torch.cat([torch.arange(len(x)) for x in row]) for row in rows]
+    found = {"input_ids": [torch.cat(row) for row in rows], "labels": labels, "position_ids": positions}
+    return {name: torch.stack(x) for name, x in found.items()}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_rows_with_different_documents_learn_as_one_row_of_all(pool: Pools, layout: str) -> None:
+    lengths = [(5, 8), (11, 2), (13,)]
+    flat = rows_of_documents([tuple(x for row in lengths for x in row)])
+    expected = alone("llama", flat)
+    assert_equal(pool(2).run(on_ranks, "llama", rows_of_documents(lengths), layout, {})[0], expected)
+
+
+def test_rows_that_seem_to_go_on_in_the_next_one_stay_apart() -> None:
+    positions = torch.tensor([[0, 1, 2, 0], [1, 2, 3, 4]])
+    part = shard_batch({"input_ids": tokens(4, rows=2), "position_ids": positions}, Ring())
+    assert part["sharding"].documents == (0, 3, 4, 8)
+
+
 def placed_on_ranks() -> tuple[int, int, list[int], torch.Tensor]:
     """The rows and document ends of this rank, and its logits, of a batch whose documents are placed."""
     ring = Ring()

@@ -546,11 +546,6 @@ def test_asking_a_model_for_attention_weights_is_refused() -> None:
             "packed documents must come in one row, got 2",
         ),
         (
-            {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 3, 4]])},
-            NotImplementedError,
-            "documents must",
-        ),
-        (
             {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), "attention_mask": torch.ones(2, 8)},
             ValueError,
             "position_ids must",
