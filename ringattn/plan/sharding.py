@@ -180,8 +180,8 @@ class Sharding:
             NotImplementedError: One is a DTensor, or another tensor with a meaning of its own.
 
         Example:
-            >>> from ringattn import Ring
-            >>> sharding, tokens = Ring().sharding(4), torch.arange(4)
+            >>> from ringattn.plan.layouts import contiguous
+            >>> sharding, tokens = Sharding(4, "contiguous", contiguous(4, 2), 0), torch.arange(4)
             >>> sharding.for_batch(tokens) == sharding, sharding.for_batch(tokens).batch is None
             (True, False)
         """

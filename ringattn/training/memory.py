@@ -20,7 +20,8 @@ def save_memory_(
     """Bound the activations of a model's layers; changes their `forward`, and no value or gradient beyond rounding.
 
     Call it on whole weights, before FSDP or DDP wraps the model, and do not compile the model with `offload` or `mlp_rows`. Layers
-    must be called without a KV cache in training (`use_cache=False`, as `shard_batch` passes).
+    must be called without a KV cache in training (`use_cache=False`, as `shard_batch` passes). At 131,072 tokens per rank:
+    `save_memory_(model, recompute="selective", offload=True, mlp_rows=16384)`.
 
     Args:
         model: A model whose longest `nn.ModuleList` is its layers, as those of transformers.
@@ -34,9 +35,6 @@ def save_memory_(
     Raises:
         ValueError: An option is wrong; see the two functions.
         NotImplementedError: The model has no list of layers, or a layer has no MLP of one tensor.
-
-    Example:
-        >>> save_memory_(model, recompute="selective", offload=True, mlp_rows=16384)  # doctest: +SKIP
     """
     layers = decoder_layers(model) if recompute != "none" or offload is not False or mlp_rows is not None else []
     if mlp_rows is not None:

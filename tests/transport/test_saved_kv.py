@@ -45,7 +45,8 @@ def on_all_ranks(body: Callable[[Ring], Any], *, keep: bool) -> list[Any]:
 
     def run(context: RingContext) -> Any:
         ring = Ring(impl="eager", save_gathered_kv=keep)
-        ring.rank, ring.world_size, ring.context = context.rank, context.world_size, context
+        ring.rank, ring.context, ring.hosted = context.rank, context, range(context.rank, context.rank + 1)
+        ring.world_size = ring.virtual_size = context.world_size
         rings.append(ring)
         return body(ring)
 
