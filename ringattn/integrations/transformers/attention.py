@@ -473,7 +473,7 @@ def _resolve_window(
             )
         if packed:
             raise NotImplementedError(
-                "chunked attention must go without packed documents, whose chunks would start over in each; unpack them"
+                "chunked attention must go without packed documents, got some, whose chunks would start over in each; unpack them"
             )
         return None, size
     if mask is not None and size is None and sliding_window is not None:
