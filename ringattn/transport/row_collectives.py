@@ -41,7 +41,9 @@ def post_gather(x: Tensor, out: Tensor, rank: int, group: str) -> Callable[[], o
     """
     # bytes, which every backend moves
     into, mine = (y.view(-1).view(torch.uint8) for y in (out, x))
-    return all_gather_single(into, mine, group=resolve_group(group, (rank, len(out))), async_op=True).wait
+    work = all_gather_single(into, mine, group=resolve_group(group, (rank, len(out))), async_op=True)
+    assert work is not None, "this process is in the group"
+    return work.wait
 
 
 def _gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
