@@ -346,8 +346,10 @@ class Sharding:
         Raises:
             ValueError: One process holds all rows of several virtual ranks, which are in another order than the sequence.
         """
-        if x.dim() < -dim or x.shape[dim] != self.seq_len or self.is_whole:
+        if x.dim() < -dim or x.shape[dim] != self.seq_len:
             return x
+        if self.shard_len == self.seq_len and not self.hosted:
+            return x  # other ranks have no rows
         if self.shard_len == self.seq_len:
             raise ValueError(
                 f"a mask of {self.seq_len} rows must be whole or this rank's, got one where they cannot be told apart: one process "

@@ -384,7 +384,7 @@ def _lost() -> str:
         raise RuntimeError("connection closed by peer")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "_gather", fail)
+        patch.setattr(base, "all_gather_single", fail)
         try:
             _finish(reducer, 1, 1, 2, 4)
         except RuntimeError as error:

@@ -64,6 +64,7 @@ def build(folder: str, stack: str, cp: int, replicas: int = 1, **options: Any) -
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
         "max_steps": 6,
+        "learning_rate": 0.01,  # at 0.1 the loss grows to 1e12, and roundings to 1e-4 of it
         "bf16": False,
         "gradient_checkpointing": False,
         **options,
