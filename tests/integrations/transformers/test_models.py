@@ -17,7 +17,17 @@ from tests.integrations.transformers.models import gradients, learn, make, token
 from tests.support.pool import Pools
 
 FIVE = transformers.__version__.startswith("5.")
-DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4", "gpt2", *(("mixtral",) if FIVE else ()))
+DECODERS = (
+    "llama",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "llama4",
+    "gpt2",
+    *(("mixtral",) if FIVE else ()),
+)
 """In 4.57 an expert that no row of a rank chose has no gradient there, so ranks have other lists of gradients."""
 ENCODERS = ("bert", "modernbert") if FIVE else ()
 """These are on the attention interface in 5.x only; EmbeddingGemma, which has no head, is in both."""
