@@ -114,11 +114,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     # at the usual learning rate, 0.1, its loss grows to 1e12, and roundings to 1e-4 of it
     (GRPO, {"rollout_func": fixed, "beta": 0.1, "num_iterations": 2, "epsilon_high": 0.28, "learning_rate": 0.01}),
     (
-        "grpo",
+        GRPO,
         {"beta": 0.05, "importance_sampling_level": "sequence", "loss_type": "grpo", "scale_rewards": "batch", **LORA},
     ),
     (
-        "grpo",
+        GRPO,
         {"top_entropy_quantile": 0.5, "mask_truncated_completions": True, "eval_strategy": "steps", "eval_steps": 3},
     ),
     ("RingRLOOTrainer", {"beta": 0.1, "num_iterations": 2, "normalize_advantages": True}),
