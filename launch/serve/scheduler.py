@@ -211,15 +211,12 @@ class Scheduler:
         self._computing = PrefixIndex(allocator.page_size)  # by request id: prompts that are being computed
         self._by_cache_id: dict[int, AnswerRequest] = {}
         self._orders = count()
-        self._releases = (
-            0  # how often pages, a place, or the end of a prompt or of an older request may have let others start
-        )
+        # how often pages, a place, or the end of a prompt or of an older request may have let others start
+        self._releases = 0
         self._refused: dict[int, tuple[int, _Refusal]] = {}  # requests that could not start: _releases then, and why
         self._used: list[set[int]] | None = None  # pages of running requests by rank, while requests are admitted
-        self._delay: tuple[int, int] = (
-            -1,
-            0,
-        )  # a request that waits for pages, and steps that younger ones have delayed it
+        # a request that waits for pages, and steps that younger ones have delayed it
+        self._delay: tuple[int, int] = (-1, 0)
         self._fits_beside_older = (-1, 0, False)  # the same request, _releases then, and whether younger ones delay it
         self._decoded = self._packed = False
 
@@ -231,11 +228,8 @@ class Scheduler:
                     f"prompt and max_tokens must fit into the {self._all_pages} pages of the cache, got {request.max_length} "
                     f"tokens, which need {pages}; ask for less"
                 )
-            request.tokens, request.prefill_length, request.order = (
-                list(request.prompt),
-                len(request.prompt),
-                next(self._orders),
-            )
+            request.tokens, request.prefill_length = list(request.prompt), len(request.prompt)
+            request.order = next(self._orders)
             if self.keep and not request.digests:
                 request.digests = prefix_digests(request.prompt, self.allocator.page_size)
             self.waiting.append(request)
@@ -360,7 +354,9 @@ class Scheduler:
             events.append(Event(request.id, token, finish, None, request.num_cached, details))
             if finish:
                 self._remove(request, keep=True)
-        if self.keep:
+        if self.keep and len(plan.requests) > plan.answers:
+            # a part of a prompt is enough for those that wait for no more of it
+            self._refused = {name: why for name, why in self._refused.items() if why[1] is not _Refusal.PREFIX}
             for request in plan.requests[plan.answers :]:
                 if request.id in self.running:
                     computed = min(request.num_computed, request.prefill_length)
@@ -532,9 +528,8 @@ class Scheduler:
             # the pages in host memory may begin before the end of those in the cache, at whole pages
             begins = sorted({length, length - length % self.allocator.page_size, 0}, reverse=True)
             found = [(begin, self.kept.host.find(request.tokens, request.digests, begin)) for begin in begins]
-            start = max(
-                (_Start(parent if begin else None, begin, blocks) for begin, blocks in found), key=lambda x: x.end
-            )
+            starts = (_Start(parent if begin else None, begin, blocks) for begin, blocks in found)
+            start = max(starts, key=lambda start: start.end)
             if start.end > length:
                 yield start
         if parent is not None:

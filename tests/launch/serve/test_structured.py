@@ -239,7 +239,7 @@ def test_preempted_answers_with_grammars_go_on(monkeypatch):
     """Pages for two and a half answers are shared by six; each is written by its grammar to the end."""
     monkeypatch.setattr(scheduler, "HEADROOM", 0)
     texts = [f"answer {place} that is long enough to fill some pages" for place in range(6)]
-    with FakeServer(FakeRunner(pages=20)) as served, ThreadPoolExecutor(6) as threads:
+    with FakeServer(FakeRunner(pages=20, step_s=0.01)) as served, ThreadPoolExecutor(6) as threads:
         found = threads.map(lambda text: post(served, max_tokens=60, structured_outputs={"choice": [text]}), texts)
         assert [one.json()["choices"][0]["message"]["content"] for one in found] == texts
         assert served.engine.scheduler.preemptions > 0
