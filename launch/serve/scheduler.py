@@ -469,8 +469,8 @@ class Scheduler:
                 break
             if result is _Refusal.PAGES:
                 first = first or request
-        if first is not None:
-            self._count_delay(first)
+        if first is not None and self._count_delay(first):
+            self._admit()  # an older one may have waited for a prefix that is no longer being computed
 
     def _try(self, request: AnswerRequest, passing: bool) -> _Refusal | None:
         """Start a waiting request, or return why not; passing: older ones wait, and their kept prefixes stay."""
@@ -587,28 +587,29 @@ class Scheduler:
             for block, table in zip(taken, tables, strict=True)
         ]
 
-    def _count_delay(self, first: AnswerRequest) -> None:
-        """Count a step if younger requests delay the oldest waiting one; preempt them if that was too often."""
+    def _count_delay(self, first: AnswerRequest) -> bool:
+        """Count a step if younger requests delay the oldest waiting one; preempt them, and return True, if that was too often."""
         younger = [one for one in self.running.values() if one.order > first.order]
         older = list(self.running.values())[: len(self.running) - len(younger)]
         name, steps = self._delay
         steps = steps if name == first.id else 0
         self._delay = first.id, steps
         if first.unrecorded or not younger:
-            return
+            return False
         # older ones only take more pages until one of them ends
         now = first.id, self._releases
         if now != self._fits_beside_older[:2] or steps >= PASSING_STEPS:
             self._fits_beside_older = *now, self._find_start(first, older, False) is not None
         if not self._fits_beside_older[2]:
-            return
+            return False
         if steps < PASSING_STEPS:
             self._delay = first.id, steps + 1
-            return
+            return False
         while younger:
             self._preempt(younger.pop())
             if self._try(first, False) is not _Refusal.PAGES:
                 break
+        return True
 
     def _preempt(self, request: AnswerRequest) -> None:
         """Let a running request wait again, with its whole pages kept as a prefix."""
