@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn import attention_reference, ring_attention_with_lse, simulate_ring
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -56,3 +58,12 @@ class Attention:
         do = torch.randn(self.batch, self.seq_len, self.num_heads, self.v_head_dim, generator=g, dtype=torch.float64)
         dlse = torch.randn(self.batch, self.num_heads, self.seq_len, generator=g, dtype=torch.float64)
         return do.to(self.dtype), dlse.to(wide)
+
+    def on_ring(self, tensors: dict[str, Tensor], sharding: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return ring_attention_with_lse(sharding=sharding, **tensors, **options)
+
+    def on_simulated_ring(self, tensors: dict[str, Tensor], **options: Any) -> Any:
+        return simulate_ring(**tensors, **options)
+
+    def reference(self, tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+        return attention_reference(**tensors, return_lse=True, **options)

@@ -20,8 +20,9 @@ from ringattn.transport.select import group_by_host
 from tests.support import slow_link
 from tests.support.pool import Pools
 from tests.support.random_calls import Attention
+from tests.support.ring_calls import Standard, assert_bits, attend, simulate
 from tests.support.slow_link import Throttled, slow_down
-from tests.transport.test_ring import CASES, LAYOUTS, Standard, attend, attentions, simulate
+from tests.transport.test_ring import CASES, LAYOUTS, attentions
 
 SHAPES = [(4, 2), (4, 4), (6, 3), (6, 2), (3, 3), (8, 4)]
 """Ranks and nodes of simulated rings."""
@@ -38,7 +39,7 @@ def test_a_double_ring_is_attention(name: str, backward: str) -> None:
     standard = Standard(case)
     # two shapes where keys move in the backward, two others where queries do, and other ones for the next case
     for world_size, nodes, layout in SIMULATED[(half + [*CASES].index(name)) % 3 :: 3]:
-        standard.check(simulate(case, layout, world_size, backward, nodes))
+        standard.check(simulate(case, layout, world_size, backward=backward, nodes=nodes))
 
 
 @settings(max_examples=30, deadline=None)
@@ -71,10 +72,9 @@ def test_ranks_of_a_double_ring_equal_the_simulated_one_to_the_bit(
     case = CASES[name]
     movements = ["keys"] if "bias" in case.features else ["keys", "queries"]
     for layout, backward in zip(LAYOUTS, movements * 4, strict=False):
-        expected = simulate(case, layout, world_size, backward, nodes)
-        for found in pool(world_size).run(attend, case, layout, backward, nodes=nodes):
-            for key, x in expected.items():
-                torch.testing.assert_close(found[key], x, rtol=0, atol=0, equal_nan=True, msg=f"{key} {layout}")
+        expected = simulate(case, layout, world_size, backward=backward, nodes=nodes)
+        for found in pool(world_size).run(attend, case, layout, {"backward": backward}, nodes=nodes):
+            assert_bits(found, expected, layout)
 
 
 class Counting:

@@ -22,102 +22,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ringattn import Ring, attention_reference, masks, ring_attention, ring_attention_with_lse, simulate_ring
+from ringattn import Ring, attention_reference, masks, ring_attention, simulate_ring
 from ringattn.transport.lockstep import LockstepTransport
-from tests.support.budget import assert_within_budget
 from tests.support.mask_expressions import expressions, is_flat
 from tests.support.pool import Pool, Pools
 from tests.support.random_calls import Attention
+from tests.support.ring_calls import Standard, assert_bits, attend, simulate
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
-ROW_DIMS = {"q": 1, "k": 1, "v": 1, "key_bias": 1, "bias": 2}
-
-
-def attend(case: Attention, layout: str, backward: str = "auto", nodes: int = 1) -> dict[str, Tensor]:
-    """One rank: shards the whole tensors, attends, and returns whole outputs and gradients."""
-    ring = Ring(nodes=nodes)
-    sharding = ring.sharding(case.seq_len, layout, case.documents)
-    keys = sharding if case.kv_len is None else ring.sharding(case.kv_len, layout)
-    whole = case.tensors()
-    local = {
-        name: (sharding if name in ("q", "bias") else keys).shard(x, ROW_DIMS[name]) if name in ROW_DIMS else x
-        for name, x in whole.items()
-    }
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in local.items()}
-    q, k, v = (leaves[name] for name in "qkv")
-    extras: dict[str, Any] = {name: x for name, x in leaves.items() if name not in "qkv"}
-    o, lse = ring_attention_with_lse(
-        q,
-        k,
-        v,
-        sharding,
-        kv_sharding=None if keys is sharding else keys,
-        backward=backward,
-        **case.mask,
-        **case.options,
-        **extras,
-    )
-    do, dlse = case.cotangents()
-    grads = torch.autograd.grad((o, lse), list(leaves.values()), (sharding.shard(do, 1), sharding.shard(dlse, 2)))
-    found = {"o": sharding.unshard(o.detach(), 1), "lse": sharding.unshard(lse.detach(), 2)}
-    for name, grad in zip(leaves, grads, strict=True):
-        if name in ROW_DIMS:
-            found["d" + name] = (sharding if name in ("q", "bias") else keys).unshard(grad, ROW_DIMS[name])
-        else:
-            parts = [torch.empty_like(grad) for _ in range(dist.get_world_size())] if ring.world_size > 1 else [grad]
-            if ring.world_size > 1:
-                dist.all_gather(parts, grad.contiguous())
-            found["d" + name] = torch.stack(parts).sum(0)
-    return found
-
-
-def simulate(
-    case: Attention, layout: str, world_size: int, backward: str = "auto", nodes: int = 1
-) -> dict[str, Tensor]:
-    do, dlse = case.cotangents()
-    result = simulate_ring(
-        **case.tensors(),
-        world_size=world_size,
-        nodes=nodes,
-        layout=layout,
-        documents=case.documents,
-        do=do,
-        dlse=dlse,
-        backward=backward,
-        **case.mask,
-        **case.options,
-    )
-    assert result.grads is not None
-    return {"o": result.o, "lse": result.lse} | {"d" + name: grad for name, grad in result.grads.items()}
-
-
-def define(case: Attention, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The definition in the given dtype, by plain autograd."""
-    leaves = {name: x.to(dtype).requires_grad_() for name, x in case.tensors().items()}
-    o, lse = attention_reference(**leaves, documents=case.documents, return_lse=True, **case.mask, **case.options)
-    do, dlse = case.cotangents()
-    grads = torch.autograd.grad((o, lse), list(leaves.values()), (do.to(o.dtype), dlse.to(lse.dtype)))
-    return {"o": o.detach(), "lse": lse.detach()} | {"d" + name: g for name, g in zip(leaves, grads, strict=True)}
-
-
-class Standard:
-    """What a case should give, and how far a result may be from it."""
-
-    def __init__(self, case: Attention) -> None:
-        self.case = case
-        self.exact, self.low = (
-            define(case, torch.float64),
-            define(case, min(case.dtype, torch.float32, key=lambda d: d.itemsize)),
-        )
-
-    def check(self, found: dict[str, Tensor]) -> None:
-        assert found.keys() == self.exact.keys()
-        for name, exact in self.exact.items():
-            # a slope multiplies distances of up to n, and so its gradient a rounding of a score's: it is judged in units of n
-            unit = self.case.seq_len if name == "dalibi_slopes" else 1
-            mine, low = found[name] / unit, self.low[name] / unit
-            assert_within_budget(mine, exact / unit, low, f"{name} of {self.case}", self.case.dtype)
-
 
 CASES = {
     "plain": Attention(),
@@ -195,7 +107,7 @@ def test_errors_do_not_grow_with_the_number_of_ranks(dtype: torch.dtype) -> None
 def test_gradients_are_returned_whichever_side_moves(name: str, backward: str) -> None:
     standard = Standard(CASES[name])
     for world_size in (3, 4):
-        standard.check(simulate(CASES[name], "zigzag", world_size, backward))
+        standard.check(simulate(CASES[name], "zigzag", world_size, backward=backward))
 
 
 @pytest.fixture
@@ -222,7 +134,7 @@ SPARSE = {
 def test_ranks_without_visible_pairs_leave_no_memory_uninitialised(name: str, backward: str) -> None:
     standard = Standard(SPARSE[name])
     for world_size, layout in itertools.product((1, 2, 8), ("contiguous", "striped")):
-        standard.check(simulate(SPARSE[name], layout, world_size, backward))
+        standard.check(simulate(SPARSE[name], layout, world_size, backward=backward))
 
 
 @pytest.mark.parametrize("backward", ["keys", "queries"])
@@ -259,7 +171,7 @@ def test_the_backward_moves_the_side_of_which_the_busiest_rank_moves_fewer_bytes
     busiest = {}
     for backward in ("keys", "queries", "auto"):
         moved.clear()
-        simulate(case, "contiguous", 4, backward)
+        simulate(case, "contiguous", 4, backward=backward)
         busiest[backward] = max(moved.values())
     assert busiest["keys"] != busiest["queries"]
     assert busiest["auto"] == min(busiest.values()), busiest
@@ -273,8 +185,7 @@ def test_ranks_equal_the_simulated_ring_to_the_bit(pool: Pools, name: str, world
     layout = LAYOUTS[(world_size + [*CASES].index(name)) % len(LAYOUTS)]
     expected = simulate(CASES[name], layout, world_size)
     for found in pool(world_size).run(attend, CASES[name], layout):
-        for key, x in expected.items():
-            torch.testing.assert_close(found[key], x, rtol=0, atol=0, equal_nan=True, msg=f"{key} {layout}")
+        assert_bits(found, expected, layout)
 
 
 @st.composite
@@ -327,8 +238,7 @@ def test_any_call_on_real_ranks_equals_the_simulated_ring(
 ) -> None:
     expected = simulate(case, layout, world_size)
     for found in pool(world_size).run(attend, case, layout):
-        for key, x in expected.items():
-            torch.testing.assert_close(found[key], x, rtol=0, atol=0, equal_nan=True, msg=key)
+        assert_bits(found, expected, layout)
 
 
 def test_dropout_is_the_same_at_every_world_size() -> None:
@@ -567,15 +477,7 @@ def test_a_ring_is_not_used_in_another_group_of_the_same_name(tmp_path: Path) ->
 def attend_on_a_mesh(cases: tuple[Attention, Attention]) -> tuple[int, dict[str, Tensor]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     replica = mesh["dp"].get_local_rank()
-    ring = Ring(mesh["cp"])
-    case = cases[replica]
-    sharding = ring.sharding(case.seq_len, "zigzag")
-    leaves = {name: sharding.shard(x, 1).requires_grad_() for name, x in case.tensors().items()}
-    o, lse = ring_attention_with_lse(leaves["q"], leaves["k"], leaves["v"], sharding, **case.mask)
-    do, dlse = case.cotangents()
-    grads = torch.autograd.grad((o, lse), list(leaves.values()), (sharding.shard(do, 1), sharding.shard(dlse, 2)))
-    found = {"o": sharding.unshard(o.detach(), 1), "lse": sharding.unshard(lse.detach(), 2)}
-    return replica, found | {"d" + name: sharding.unshard(g, 1) for name, g in zip(leaves, grads, strict=True)}
+    return replica, attend(cases[replica], "zigzag", group=mesh["cp"])
 
 
 @pytest.mark.dist
@@ -583,8 +485,7 @@ def test_rings_of_a_mesh_keep_to_themselves(pool: Pools) -> None:
     cases = (CASES["causal"], Attention(seq_len=21, seed=9, mask={"causal": True}))
     expected = [simulate(case, "zigzag", 2) for case in cases]
     for replica, found in pool(4).run(attend_on_a_mesh, cases):
-        for key, x in expected[replica].items():
-            torch.testing.assert_close(found[key], x, rtol=0, atol=0, msg=key)
+        assert_bits(found, expected[replica], f"replica {replica}")
 
 
 @pytest.mark.dist

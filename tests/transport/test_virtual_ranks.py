@@ -12,52 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn import Ring, ring_attention, ring_attention_with_lse, simulate_ring
+from ringattn import Ring, ring_attention, simulate_ring
 from tests.support.pool import Pools
 from tests.support.random_calls import Attention
-from tests.transport.test_ring import CASES, LAYOUTS, ROW_DIMS, attentions
+from tests.support.ring_calls import assert_bits, attend, simulate
+from tests.transport.test_ring import CASES, LAYOUTS, attentions
 
 PLENTY = 2**30
-
-
-def attend(case: Attention, layout: str, virtual_size: int, given: dict[str, Any], **of_ring: Any) -> dict[str, Tensor]:
-    """One process: whole outputs and gradients, those of replicated tensors summed over processes."""
-    ring = Ring(virtual_size=virtual_size, **of_ring)
-    sharding = ring.sharding(case.seq_len, layout, case.documents)
-    keys = sharding if case.kv_len is None else ring.sharding(case.kv_len, layout)
-    sides = {"q": sharding, "bias": sharding}
-    leaves = {
-        name: (sides.get(name, keys).shard(x, ROW_DIMS[name]) if name in ROW_DIMS else x.clone()).requires_grad_()
-        for name, x in case.tensors().items()
-    }
-    q, k, v = (leaves[name] for name in "qkv")
-    extras: dict[str, Any] = {name: x for name, x in leaves.items() if name not in "qkv"}
-    kv_sharding = None if keys is sharding else keys
-    options = {**case.mask, **case.options, **given}
-    o, lse = ring_attention_with_lse(q, k, v, sharding, kv_sharding=kv_sharding, **options, **extras)
-    do, dlse = case.cotangents()
-    grads = torch.autograd.grad((o, lse), list(leaves.values()), (sharding.shard(do, 1), sharding.shard(dlse, 2)))
-    found = {"o": sharding.unshard(o.detach(), 1), "lse": sharding.unshard(lse.detach(), 2)}
-    for name, grad in zip(leaves, grads, strict=True):
-        if name in ROW_DIMS:
-            grad = sides.get(name, keys).unshard(grad, ROW_DIMS[name])
-        elif ring.world_size > 1:
-            dist.all_reduce(grad)
-        found["d" + name] = grad
-    return found
-
-
-def simulate(case: Attention, layout: str, virtual_size: int, **given: Any) -> dict[str, Tensor]:
-    do, dlse = case.cotangents()
-    options = {**case.mask, **case.options, "layout": layout, "documents": case.documents, **given}
-    result = simulate_ring(**case.tensors(), world_size=virtual_size, do=do, dlse=dlse, **options)
-    assert result.grads is not None
-    return {"o": result.o, "lse": result.lse} | {"d" + name: grad for name, grad in result.grads.items()}
-
-
-def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    for key, x in expected.items():
-        torch.testing.assert_close(found[key], x, rtol=0, atol=0, equal_nan=True, msg=f"{key}, {what}")
 
 
 @pytest.mark.dist
@@ -68,7 +29,7 @@ def test_every_number_of_processes_gives_the_bits_of_the_simulated_ring(pool: Po
     number = [*CASES].index(name)
     layout, size, budget = LAYOUTS[number % 4], (4, 8)[number // 4 % 2], (0, PLENTY)[number // 8 % 2]
     expected = simulate(CASES[name], layout, size, memory_budget=budget)
-    for found in pool(processes).run(attend, CASES[name], layout, size, {}, memory_budget=budget):
+    for found in pool(processes).run(attend, CASES[name], layout, virtual_size=size, memory_budget=budget):
         assert_bits(found, expected, f"{size} virtual ranks on {processes} processes, {layout}")
 
 
@@ -87,7 +48,7 @@ def test_any_call_has_the_same_bits_on_one_and_two_processes(
     case = Attention(**{**vars(case), "dtype": dtype})
     expected = simulate(case, layout, size, memory_budget=budget)
     for processes in (1, 2):
-        for found in pool(processes).run(attend, case, layout, size, {}, memory_budget=budget):
+        for found in pool(processes).run(attend, case, layout, virtual_size=size, memory_budget=budget):
             assert_bits(found, expected, f"{size} on {processes}, {layout}")
 
 
@@ -96,7 +57,7 @@ def test_any_call_has_the_same_bits_on_one_and_two_processes(
 def test_whichever_side_moves(pool: Pools, backward: str) -> None:
     case = CASES["window"]
     expected = simulate(case, "zigzag", 4, backward=backward)
-    for found in pool(2).run(attend, case, "zigzag", 4, {"backward": backward}):
+    for found in pool(2).run(attend, case, "zigzag", {"backward": backward}, virtual_size=4):
         assert_bits(found, expected, backward)
 
 
@@ -106,7 +67,7 @@ def test_whichever_side_moves(pool: Pools, backward: str) -> None:
 def test_virtual_ranks_have_nodes(pool: Pools, nodes: int, budget: int) -> None:
     case = CASES["causal"]
     expected = simulate(case, "zigzag", 8, nodes=nodes, memory_budget=budget)
-    for found in pool(2).run(attend, case, "zigzag", 8, {}, nodes=nodes, memory_budget=budget):
+    for found in pool(2).run(attend, case, "zigzag", virtual_size=8, nodes=nodes, memory_budget=budget):
         assert_bits(found, expected, f"{nodes} nodes")
 
 
