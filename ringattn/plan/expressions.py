@@ -340,16 +340,11 @@ class Spans(Mask, word="spans"):
 class Sinks(Prefix, word="sinks"):
     """The first keys of the document of i."""
 
-    def visible(  # noqa: D102
-        self, i: Any, j: Any, *, documents: tuple[int, ...] | None = None, **_: Any
-    ) -> Any:
+    def visible(self, i: Any, j: Any, *, documents: tuple[int, ...] | None = None, **_: Any) -> Any:  # noqa: D102
         if documents is None:
             return super().visible(i, j)
         inside = [(a <= i) & (i < e) & (a <= j) & (j < min(a + self.length, e)) for a, e in pairwise(documents)]
         return reduce(or_, inside)
-
-    def bounds(self, here: Any, starts: Any, ends: Any) -> list[tuple[Any, Any]] | None:  # noqa: D102
-        return [] if here is None else [(starts.expand_as(here), _reach(starts, self.length, ends).expand_as(here))]
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         rows = [(a, e, first, min(first + self.length, stop)) for a, e, first, stop in frame.stretches]
@@ -362,9 +357,7 @@ class GlobalTokens(Mask, word="global_tokens"):
 
     length: int
 
-    def visible(  # noqa: D102
-        self, i: Any, j: Any, *, documents: tuple[int, ...] | None = None, **_: Any
-    ) -> Any:
+    def visible(self, i: Any, j: Any, *, documents: tuple[int, ...] | None = None, **_: Any) -> Any:  # noqa: D102
         if documents is None:
             return (j < self.length) | (i < self.length)
         together = [

@@ -90,21 +90,22 @@ def test_values_of_any_size_survive_fp8() -> None:
     torch.testing.assert_close(lse, lse_eager, rtol=0, atol=1e-3)
 
 
-def used(scene: Scene, parts: torch.Tensor) -> torch.Tensor:
-    """`splits b`: which splits of each request hold something."""
+def assert_shares(found: list[int], splits: int, lengths: tuple[int, ...], window: int | None = None) -> None:
+    """Check in how many splits each request holds something, and the numbers."""
+    case = Case(lengths=lengths, mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, splits=splits, window=window)
+    scene = make_scene(case)
+    parts = empty_parts(scene, splits)
+    decode(scene.call(), parts, impl="portable")
     b, s, h, _ = scene.q.shape
     rows, dv = b * s * h, scene.v.shape[-1]
-    return (parts[:, rows * dv : rows * dv + rows] > -torch.inf).view(-1, b, s * h).any(2)
+    used = (parts[:, rows * dv : rows * dv + rows] > -torch.inf).view(-1, b, s * h).any(2)
+    assert used.sum(0).tolist() == found
+    assert_exact(scene, parts)
 
 
 def test_a_long_request_gets_the_programs_that_short_ones_do_not_need() -> None:
-    case = Case(lengths=(16 * 100, 16 * 4), mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, splits=8)
-    scene = make_scene(case)
-    parts = empty_parts(scene, 8)
     # four multiprocessors, two programs each: 8 slots; of 13 blocks a share there would be 9 shares, of 15 there are 8
-    decode(scene.call(), parts, impl="portable")
-    assert used(scene, parts).sum(0).tolist() == [7, 1]
-    assert_exact(scene, parts)
+    assert_shares([7, 1], 8, (16 * 100, 16 * 4))
 
 
 @pytest.mark.interpreted
@@ -113,22 +114,11 @@ def test_a_long_request_gets_the_programs_that_short_ones_do_not_need() -> None:
 )
 def test_shares_are_finer_where_the_last_round_would_be_long(lengths: tuple[int, ...], found: list[int]) -> None:
     """Nine requests on eight slots would take as long as sixteen; eight need one round; short ones fit beside a long one."""
-    blocks = tuple(16 * blocks for blocks in lengths)
-    case = Case(lengths=blocks, mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, splits=8)
-    scene = make_scene(case)
-    parts = empty_parts(scene, 8)
-    decode(scene.call(), parts, impl="portable")
-    assert used(scene, parts).sum(0).tolist() == found
-    assert_exact(scene, parts)
+    assert_shares(found, 8, tuple(16 * blocks for blocks in lengths))
 
 
 def test_a_window_is_shared_among_all_programs_of_its_request() -> None:
-    case = Case(lengths=(16 * 200,), mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, window=16 * 40 - 1)
-    scene = make_scene(case)
-    parts = empty_parts(scene, 4)
-    decode(scene.call(), parts, impl="portable")
-    assert used(scene, parts).sum(0).tolist() == [4]
-    assert_exact(scene, parts)
+    assert_shares([4], 4, (16 * 200,), window=16 * 40 - 1)
 
 
 def test_pages_outside_the_window_are_not_looked_at() -> None:
