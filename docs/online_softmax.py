@@ -213,15 +213,9 @@ def tree_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "traffic": traffic_table,
-    "chip": chip_table,
-    "worked": worked_example,
-    "values": value_example,
-    "blocks": block_table,
-    "order": order_table,
-    "underflow": underflow_table,
-    "tree": tree_table,
-}
+    "traffic": traffic_table, "chip": chip_table, "worked": worked_example, "values": value_example,
+    "blocks": block_table, "order": order_table, "underflow": underflow_table, "tree": tree_table,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -249,18 +249,8 @@ def has_speed(row: Row) -> bool:
 
 
 PROBLEM = (
-    "group",
-    "mask",
-    "seq_len",
-    "batch",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "v_head_dim",
-    "dtype",
-    "window",
-    "document",
-)
+    "group", "mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "window", "document",
+)  # fmt: skip
 RING_PROBLEM = ("world_size", "mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window")
 MODEL = ("world_size", "seq_len", "layers", "batch")
 KERNELS: dict[str, Key] = {

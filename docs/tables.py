@@ -138,15 +138,11 @@ def moved() -> str:
             rows.append([f"{h}/{hk}", w, *said[:2], *(said[2:] if fits else ["needs copies of keys"] * 2)])
     return table(
         [
-            "heads",
-            "ranks",
-            "ring or all-gather, forward KiB",
-            "backward KiB",
-            "all-to-all, forward KiB",
+            "heads", "ranks", "ring or all-gather, forward KiB", "backward KiB", "all-to-all, forward KiB",
             "backward KiB",
         ],
         rows,
-    )
+    )  # fmt: skip
 
 
 def models() -> str:

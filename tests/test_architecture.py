@@ -166,18 +166,9 @@ def test_gluon_is_known_to_the_hopper_kernels_only():
 
 def test_optional_packages_are_imported_where_they_are_used():
     optional = (
-        "transformers",
-        "diffusers",
-        "matplotlib",
-        "tyro",
-        "tqdm",
-        "rich",
-        "psutil",
-        "fastapi",
-        "uvicorn",
-        "accelerate",
+        "transformers", "diffusers", "matplotlib", "tyro", "tqdm", "rich", "psutil", "fastapi", "uvicorn", "accelerate",
         "aiohttp",
-    )
+    )  # fmt: skip
     for module in MODULES:
         if not _within(module, "ringattn.launch", "ringattn.integrations"):
             names = imports(module, MODULES[module], top_level=True)
@@ -315,18 +306,9 @@ def test_no_file_names_a_machine():
 
 
 FOLDERS = [
-    "kernels",
-    "plan",
-    "sizing",
-    "transport",
-    "schedule",
-    "",
-    "numerics",
-    "training",
-    "inference",
-    "integrations",
+    "kernels", "plan", "sizing", "transport", "schedule", "", "numerics", "training", "inference", "integrations",
     "launch",
-]
+]  # fmt: skip
 """From the bottom: each may import those before it; "" is the modules directly in ringattn/."""
 SHARED = {"ringattn.tensor_checks", "ringattn.ring_registry", "ringattn.sharding_context"}
 """Modules directly in ringattn/ that stand below all folders but kernels."""

@@ -65,16 +65,9 @@ def run_rank(code: str, name: str) -> str:
 
 
 ELSEWHERE = (
-    "diffusers.md",
-    "loops.md",
-    "meshes.md",
-    "reinforcement.md",
-    "serve_in_ten_minutes.md",
-    "torchtitan.md",
-    "train_in_ten_minutes.md",
-    "trainers.md",
-    "transformers.md",
-)
+    "diffusers.md", "loops.md", "meshes.md", "reinforcement.md", "serve_in_ten_minutes.md", "torchtitan.md",
+    "train_in_ten_minutes.md", "trainers.md", "transformers.md",
+)  # fmt: skip
 """Pages whose code other tests run, on more ranks or with other packages."""
 WITH_CODE = [
     path.name for path in PAGES if path.name not in ELSEWHERE and any(not title for title, _, _ in blocks(path.name))

@@ -70,18 +70,9 @@ def test_import_works_where_no_optional_package_is_installed():
 
 def test_import_brings_no_optional_package(plain):
     optional = {
-        "triton",
-        "transformers",
-        "diffusers",
-        "matplotlib",
-        "tyro",
-        "tqdm",
-        "rich",
-        "fastapi",
-        "aiohttp",
-        "hypothesis",
+        "triton", "transformers", "diffusers", "matplotlib", "tyro", "tqdm", "rich", "fastapi", "aiohttp", "hypothesis",
         "pytest",
-    }
+    }  # fmt: skip
     assert not optional & {name.partition(".")[0] for name in plain["modules"]}
 
 

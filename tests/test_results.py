@@ -45,14 +45,9 @@ def _shown(results: ModuleType, title: str) -> str:
 def _kernel(who: str, direction: str, mask: str = "full", **other: Any) -> Row:
     """A row of `bench kernels` with made-up numbers."""
     row = {
-        "who": who,
-        "level": "op",
-        "group": "target",
-        "direction": direction,
-        "mask": mask,
-        "window": 4095,
+        "who": who, "level": "op", "group": "target", "direction": direction, "mask": mask, "window": 4095,
         "document": 4096,
-    }
+    }  # fmt: skip
     row |= {"seq_len": 16384, "batch": 1, "heads": 16, "kv_heads": 16, "head_dim": 128, "dtype": "bf16"}
     return {**row, "timing": "graph", "ms": 1.0, "tflops": 100.0, **other}
 
@@ -67,14 +62,8 @@ def _ring(who: str, world_size: int, tokens: int, **other: Any) -> Row:
         "mask": "causal",
     }
     row |= {
-        "layout": "zigzag",
-        "batch": 1,
-        "heads": 32,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "dtype": "bf16",
-        "window": 4095,
-    }
+        "layout": "zigzag", "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bf16", "window": 4095,
+    }  # fmt: skip
     for way, speed in (("forward", 450.0), ("both", 400.0)):
         row |= {f"{way}_tflops": speed, f"{way}_percent": speed / 5, f"{way}_alone_tflops": 500.0}
     return row | other

@@ -63,13 +63,8 @@ def latent_rows(
             call = _latent_call(session.device, b, n, h)
             calls = [call._replace(k=k, v=k[..., :LATENT], k_scale=x, v_scale=x) for k, x in pools]
             row: dict[str, Any] = {
-                "group": "latent",
-                "part": "latent",
-                "ours": True,
-                "batch": b,
-                "seq_len": n,
-                "heads": h,
-            }
+                "group": "latent", "part": "latent", "ours": True, "batch": b, "seq_len": n, "heads": h,
+            }  # fmt: skip
             row |= {"pages": str(dtype).removeprefix("torch."), "layers": layers}
             for impl in who:
                 if impl in DECODERS:

@@ -45,13 +45,9 @@ def log_probs_rows(session: Session, rounds: int, seconds: float) -> Iterator[di
         exact = (few.double() @ weight.detach().double().T).log_softmax(-1).gather(-1, some[:, None])[:, 0]
         for who, way in WAYS.items():
             row = {
-                "group": "log_probs",
-                "part": "log_probs",
-                "who": who,
-                "ours": who == "ringattn",
-                "n": n,
+                "group": "log_probs", "part": "log_probs", "who": who, "ours": who == "ringattn", "n": n,
                 "vocab": vocab,
-            }
+            }  # fmt: skip
             ratio = Budget.of(exact, dense_log_probs(few, weight.detach(), some), torch.bfloat16).ratio(
                 way(few, weight, some), exact
             )

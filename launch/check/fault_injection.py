@@ -262,12 +262,8 @@ def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> 
     from ringattn.inference import ForwardBatch, PagedKVCache, attend
 
     sizes: dict[str, Any] = {
-        "layers": 2,
-        "kv_heads": 2,
-        "head_dim": 64,
-        "page_size": 16,
-        "pages": args.tokens // 16 + 2,
-    }
+        "layers": 2, "kv_heads": 2, "head_dim": 64, "page_size": 16, "pages": args.tokens // 16 + 2,
+    }  # fmt: skip
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     cache = PagedKVCache(ring, dtype=dtype, device=where, **sizes)
     request = cache.add_request(args.tokens + 1)

@@ -164,13 +164,8 @@ class CallOptions(MaskOptions, total=False):
 _SHORT_FORMS = tuple(ShortForms.__annotations__)
 _OF_MASK = {"causal": False, "window": None, "prefix_len": 0, "chunk_len": None, "lengths": None, "mask": None}
 _OF_SCORE = {
-    "softcap": 0.0,
-    "dropout_p": 0.0,
-    "impl": "auto",
-    "backward": "auto",
-    "deterministic": False,
-    "latents": None,
-}
+    "softcap": 0.0, "dropout_p": 0.0, "impl": "auto", "backward": "auto", "deterministic": False, "latents": None,
+}  # fmt: skip
 _DEFAULTS: dict[str, Any] = _OF_MASK | _OF_SCORE
 
 

@@ -65,14 +65,9 @@ BATCH: tuple[Op, ...] = (
 )
 """A batch with padding in front."""
 PIECES: tuple[Op, ...] = (
-    ("add_request", 0, 400, 0),
-    extend((0,), (137,)),
-    extend((0,), (1,), "prefill"),
-    extend((0,), (64,)),
-    extend((0,), (1,)),
-    extend((0,), (16,), "prefill"),
-    extend((0,), (1,)),
-)
+    ("add_request", 0, 400, 0), extend((0,), (137,)), extend((0,), (1,), "prefill"), extend((0,), (64,)),
+    extend((0,), (1,)), extend((0,), (16,), "prefill"), extend((0,), (1,)),
+)  # fmt: skip
 """One request in pieces, both ways."""
 EVERYTHING: dict[str, Any] = {
     "options": ({"window": (20, 0), "softcap": 2.0}, {"softcap": 2.0, "softmax_scale": 0.3}),

@@ -106,14 +106,8 @@ def open_exchange(transport: str = "copy_engine", timeout: timedelta = PATIENCE)
 
 
 SIZES: list[Sizes] = [
-    (1, 1, 32, 128),
-    (8, 1, 32, 128),
-    (2, 16, 8, 64),
-    (1, 1, 4, 256),
-    (3, 5, 7, 40),
-    (8, 16, 32, 128),
-    (1, 1, 1, 1),
-]
+    (1, 1, 32, 128), (8, 1, 32, 128), (2, 16, 8, 64), (1, 1, 4, 256), (3, 5, 7, 40), (8, 16, 32, 128), (1, 1, 1, 1),
+]  # fmt: skip
 
 
 def _bits(rank: int, world_size: int) -> None:
@@ -382,15 +376,8 @@ def _absent(rank: int, world_size: int) -> None:
 
 
 BODIES: list[Callable[[int, int], None]] = [
-    _bits,
-    _sums_and_columns,
-    _trains,
-    _mixed_trains,
-    _graphs,
-    _beside_others,
-    _unlike,
-    _absent,
-]
+    _bits, _sums_and_columns, _trains, _mixed_trains, _graphs, _beside_others, _unlike, _absent,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__.strip("_") for body in BODIES])

@@ -820,13 +820,8 @@ def test_requests_that_cannot_be_prefilled_together_are_refused_before_pages_are
 def _differing(what: str) -> str:
     changes: dict[str, Any] = {"pages": 3 + Ring().rank} if what == "pages" else {"head_dim": 0 if Ring().rank else 8}
     facts: dict[str, Any] = {
-        "layers": 1,
-        "kv_heads": 1,
-        "head_dim": 8,
-        "dtype": torch.float32,
-        "pages": 3,
-        "device": "cpu",
-    }
+        "layers": 1, "kv_heads": 1, "head_dim": 8, "dtype": torch.float32, "pages": 3, "device": "cpu",
+    }  # fmt: skip
     try:
         PagedKVCache(Ring(), **(facts | changes))
     except ValueError as error:

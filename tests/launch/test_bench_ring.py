@@ -25,19 +25,8 @@ from tests.launch.common import TINY, FakeRing
 
 def _bench(out: str) -> int:
     words = [
-        "--tokens",
-        "24",
-        "48",
-        "--layouts",
-        "zigzag",
-        "balanced",
-        "--rounds",
-        "2",
-        "--device",
-        "cpu",
-        "--out",
-        out,
-    ]
+        "--tokens", "24", "48", "--layouts", "zigzag", "balanced", "--rounds", "2", "--device", "cpu", "--out", out,
+    ]  # fmt: skip
     return bench.main(["ring", *TINY, "--masks", "causal", "--no-graphs", *words])
 
 

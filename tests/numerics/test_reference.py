@@ -22,17 +22,13 @@ MASKS: list[dict[str, Any]] = [
     {"chunk_len": 4},
     {"lengths": ((0, 13), (3, 9), (6, 6))},
     {
-        "causal": True,
-        "prefix_len": 3,
-        "window": (5, None),
-        "documents": (0, 7, 13),
-        "chunk_len": 6,
+        "causal": True, "prefix_len": 3, "window": (5, None), "documents": (0, 7, 13), "chunk_len": 6,
         "lengths": ((1, 12), (0, 13)),
     },
     {"window": (2, 2**63 - 2)},
     {"window": (2**70, 1), "chunk_len": 2**70},
     {"causal": True, "prefix_len": 2**70, "window": (2**63, 2**63), "chunk_len": 2**63 - 1},
-]
+]  # fmt: skip
 
 
 def _sees(i: int, j: int, b: int, mask: dict[str, Any]) -> bool:

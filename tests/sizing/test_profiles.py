@@ -15,14 +15,9 @@ from ringattn.sizing import Profile, estimate, load_profile, write_profile
 from ringattn.sizing.ring_time import attention_time
 
 TINY = Sizes(
-    kernels=(("causal", 64, 64), ("full", 64, 128), ("window", 64, 128)),
-    ring_tokens=(32, 64),
-    heads=2,
-    matmul=(64, 64, 64),
-    memory_bytes=2**16,
-    rounds=3,
-    seconds=0.1,
-)
+    kernels=(("causal", 64, 64), ("full", 64, 128), ("window", 64, 128)), ring_tokens=(32, 64), heads=2,
+    matmul=(64, 64, 64), memory_bytes=2**16, rounds=3, seconds=0.1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "a100", "b200"])
@@ -79,13 +74,8 @@ def test_times_of_short_rings_give_host_and_semaphores(world_size):
     rows = []
     for tokens in (128, 16384):
         row = {
-            "mask": "causal",
-            "seq_len": tokens * world_size,
-            "batch": 1,
-            "heads": 32,
-            "kv_heads": 8,
-            "head_dim": 128,
-        }
+            "mask": "causal", "seq_len": tokens * world_size, "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128,
+        }  # fmt: skip
         row |= {"dtype": "bf16", "window": 1, "document": 0, "who": "fused", "world_size": world_size}
         row |= {"tokens_per_rank": tokens}
         forward, backward = (

@@ -260,29 +260,15 @@ LATENTS = (
     Case(lengths=(170,), latent=True, heads=20, kv_heads=1, head_dim=576, v_head_dim=512, page_size=64, shared=True),
     Case(lengths=(99, 60), latent=True, heads=3, kv_heads=1, head_dim=64, v_head_dim=64, causal=False),
     Case(
-        lengths=(160, 77),
-        latent=True,
-        wild=True,
-        heads=8,
-        kv_heads=1,
-        head_dim=56,
-        v_head_dim=40,
-        tokens=5,
+        lengths=(160, 77), latent=True, wild=True, heads=8, kv_heads=1, head_dim=56, v_head_dim=40, tokens=5,
         softcap=5.0,
     ),
     Case(lengths=(130, 55), latent=True, fp8=True, tokens=2, kv_heads=1, page_size=32, head_dim=320, v_head_dim=256),
     Case(
-        lengths=(80, 140, 10),
-        latent=True,
-        fp8=True,
-        kv_heads=1,
-        window=30,
-        alibi=True,
-        head_dim=24,
-        v_head_dim=24,
+        lengths=(80, 140, 10), latent=True, fp8=True, kv_heads=1, window=30, alibi=True, head_dim=24, v_head_dim=24,
         tokens=9,
     ),
-)
+)  # fmt: skip
 """Cases of latents, of all shapes that models have."""
 
 _SMALL = Case(

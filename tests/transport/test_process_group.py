@@ -55,13 +55,8 @@ def test_a_post_is_one_group_of_messages_on_the_communicator_of_the_ring(monkeyp
     sends = [(1, torch.zeros(3)), (2, torch.zeros(0))]
     transport.post(sends, [(2, torch.zeros(5)), (1, torch.zeros(7))], "test").wait()
     assert group.asked == [
-        ("start", cpu),
-        ("send", 3, 1, 0),
-        ("recv", 5, 2, 0),
-        ("recv", 7, 1, 0),
-        ("end", cpu),
-        ("wait",),
-    ]
+        ("start", cpu), ("send", 3, 1, 0), ("recv", 5, 2, 0), ("recv", 7, 1, 0), ("end", cpu), ("wait",),
+    ]  # fmt: skip
     transport.post([(1, torch.zeros(0))], [], "nothing").wait()
     assert group.asked[-1] == ("wait",)
     transport.close()

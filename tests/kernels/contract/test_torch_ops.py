@@ -37,15 +37,9 @@ STREAMING = masks.causal() & (masks.sinks(2) | masks.window(4))
 TREE = masks.tree([None, 0, 1, 0], [8, 5, 4, 7])
 SERVED = [case for case in (*CASES, *SMALL_WEIGHT_CASES, *TERM_CASES) if torch_serves(case)]
 ROCM = (
-    "gqa_4",
-    "head_dim_96_v_128",
-    "head_dim_128",
-    "window_left",
-    "documents",
-    "zigzag_window",
-    "left_padding",
+    "gqa_4", "head_dim_96_v_128", "head_dim_128", "window_left", "documents", "zigzag_window", "left_padding",
     "two_visits",
-)
+)  # fmt: skip
 FEW_TILES = [
     case for case in LONG_CASES if torch_serves(case) and "window" not in case.name and "runs" not in case.name
 ]

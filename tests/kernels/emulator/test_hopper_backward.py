@@ -52,32 +52,14 @@ LONG: tuple[Case, ...] = (
     Case("long_96", seq_len=290, mask=CAUSAL, head_dim=96, heads=4, kv_heads=2, accumulate=True),
     Case("long_split", seq_len=1200, kv_len=120, heads=1, kv_heads=1, head_dim=64, key_bias=True, alibi=True),
     Case(
-        "long_everything",
-        seq_len=300,
-        kv_len=256,
-        batch=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=64,
-        v_head_dim=40,
-        softcap=3.0,
-        softmax_scale=0.3,
-        alibi=True,
-        key_bias=True,
-        sinks=True,
+        "long_everything", seq_len=300, kv_len=256, batch=2, heads=4, kv_heads=2, head_dim=64, v_head_dim=40,
+        softcap=3.0, softmax_scale=0.3, alibi=True, key_bias=True, sinks=True,
     ),
     Case(
-        "long_everything_wide",
-        seq_len=330,
-        mask=CAUSAL,
-        head_dim=128,
-        v_head_dim=96,
-        softcap=3.0,
-        alibi=True,
-        key_bias=True,
-        accumulate=True,
+        "long_everything_wide", seq_len=330, mask=CAUSAL, head_dim=128, v_head_dim=96, softcap=3.0, alibi=True,
+        key_bias=True, accumulate=True,
     ),
-)
+)  # fmt: skip
 """What the shared cases leave out: padded columns under every feature, and tiles that are split under some."""
 
 

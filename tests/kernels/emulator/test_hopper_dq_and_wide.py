@@ -37,30 +37,16 @@ LONG = (
     Case("long_192", seq_len=270, mask={"window": (150, 9)}, head_dim=184, v_head_dim=192, heads=1, kv_heads=1),
     Case("long_96", seq_len=270, mask=CAUSAL, head_dim=96, v_head_dim=88, heads=2, kv_heads=1),
     Case(
-        "long_zigzag",
-        seq_len=800,
-        q_runs=((100, 1, 100), (600, 1, 100)),
-        ring_steps=(((100, 1, 100), (600, 1, 100)), ((0, 2, 50), (701, 1, 99))),
-        mask=CAUSAL,
-        head_dim=64,
-        heads=2,
-        kv_heads=1,
-        accumulate=True,
+        "long_zigzag", seq_len=800, q_runs=((100, 1, 100), (600, 1, 100)),
+        ring_steps=(((100, 1, 100), (600, 1, 100)), ((0, 2, 50), (701, 1, 99))), mask=CAUSAL, head_dim=64, heads=2,
+        kv_heads=1, accumulate=True,
     ),
     Case(
-        "long_everything",
-        seq_len=300,
-        batch=2,
-        mask={"causal": True, "window": (170, None), "lengths": ((0, 300), (37, 253))},
-        head_dim=192,
-        v_head_dim=128,
-        softcap=3.0,
-        alibi=True,
-        key_bias=True,
-        sinks=True,
-        accumulate=True,
+        "long_everything", seq_len=300, batch=2,
+        mask={"causal": True, "window": (170, None), "lengths": ((0, 300), (37, 253))}, head_dim=192, v_head_dim=128,
+        softcap=3.0, alibi=True, key_bias=True, sinks=True, accumulate=True,
     ),
-)
+)  # fmt: skip
 """Long enough for blocks without a mask, several tiles per program and tiles that are split."""
 
 

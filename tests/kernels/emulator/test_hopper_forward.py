@@ -31,25 +31,13 @@ SPLIT = [
 ]
 TILES = Case("tiles", seq_len=300, mask=CAUSAL, heads=4, kv_heads=2)  # several tiles per program
 CARRIES = Case(
-    "carries",
-    seq_len=400,
-    q_runs=((200, 1, 100),),
-    ring_steps=(((200, 1, 100),), ((0, 1, 200),)),
-    mask=CAUSAL,
-    heads=2,
-    kv_heads=1,
-    sinks=True,
-)
+    "carries", seq_len=400, q_runs=((200, 1, 100),), ring_steps=(((200, 1, 100),), ((0, 1, 200),)), mask=CAUSAL,
+    heads=2, kv_heads=1, sinks=True,
+)  # fmt: skip
 FEW_ROWS = Case(
-    "few_rows",
-    seq_len=300,
-    q_runs=((295, 1, 5),),
-    ring_steps=(((0, 1, 300),),),
-    mask=CAUSAL,
-    heads=8,
-    kv_heads=1,
+    "few_rows", seq_len=300, q_runs=((295, 1, 5),), ring_steps=(((0, 1, 300),),), mask=CAUSAL, heads=8, kv_heads=1,
     sinks=True,
-)
+)  # fmt: skip
 SCORES = replace(CARRIES, name="scores", softcap=2.0, alibi=True, key_bias=True)
 WIDTHS = {"192_128": (192, 128), "192": (192, 192), "96": (96, 96), "192_v_40": (192, 40)}
 """Head dims whose tiles are several panels, of q and k alone or also of v."""

@@ -57,15 +57,11 @@ OF_TERMS = (
     Scene("sinks_and_window", shards_of("contiguous", 330, 3), terms=sinks_and_window, sinks=True, head_dim=128),
     Scene("blocks", shards_of("zigzag", 500, 2), terms=lambda n: causal_blocks(n, 64), heads=1),
     Scene(
-        "blocks_and_window",
-        shards_of("scattered", 260, 2),
-        terms=blocks_and_window,
-        softcap=4.0,
-        alibi=True,
+        "blocks_and_window", shards_of("scattered", 260, 2), terms=blocks_and_window, softcap=4.0, alibi=True,
         key_bias=True,
     ),
     Scene("wide_blocks", shards_of("zigzag", 200, 2), terms=lambda n: blocks_and_window(n, 32), heads=1, head_dim=256),
-)
+)  # fmt: skip
 
 
 def named(name: str) -> Scene:

@@ -18,18 +18,9 @@ from tests.support.large_strides import HALF_WAY, at_strides, heads_apart, leave
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 BULK_CASES = (
-    "causal",
-    "zigzag",
-    "zigzag_window",
-    "striped",
-    "many_runs",
-    "everything",
-    "window_both_sides",
-    "gqa_3",
-    "documents",
-    "padded_ring",
-    "blocks_over_visits_everything",
-)
+    "causal", "zigzag", "zigzag_window", "striped", "many_runs", "everything", "window_both_sides", "gqa_3",
+    "documents", "padded_ring", "blocks_over_visits_everything",
+)  # fmt: skip
 WIDEST = Case("widest_softcap", mask={"causal": True})
 HALF_CASES = ("causal", "head_dim_40", "zigzag", "everything", "shared_bias", "window_both_sides")
 

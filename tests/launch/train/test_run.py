@@ -326,13 +326,8 @@ def test_a_summary_counts_the_steps_of_this_start_and_not_the_first_two():
         return made | {"mfu": None, "exposed_ms": exposed, "peak_memory_mib": [10 * step, 5]}
 
     rows = [
-        row(1, 9.0),
-        row(2, 9.0),
-        {"step": 2, "validation_loss": 2.0},
-        row(3, 9.0, 7.0),
-        row(4, 2.0),
-        row(5, 1.0, 3.0),
-    ]
+        row(1, 9.0), row(2, 9.0), {"step": 2, "validation_loss": 2.0}, row(3, 9.0, 7.0), row(4, 2.0), row(5, 1.0, 3.0),
+    ]  # fmt: skip
     whole = summarise(rows)
     assert (whole["steps"], whole["losses"], whole["step_s"]) == (5, [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5], 2.0)
     assert (whole["mfu"], whole["exposed_ms"], whole["peak_memory_mib"]) == (None, 5.0, [50, 5])
