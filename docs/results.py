@@ -272,11 +272,7 @@ TABLES = (
         " cases).",
         "check",
         ("run",),
-        {
-            "run": "{run}",
-            "GPUs": "{gpus}",
-            "schedule or kernels": "{asked}",
-        },
+        {"run": "{run}", "GPUs": "{gpus}", "schedule or kernels": "{asked}"},
         {"inside the budget": inside, **{f"worst, {dtype}": worst(dtype) for dtype in ("bf16", "fp16", "fp32")}},
     ),
     Table(

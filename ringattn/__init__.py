@@ -6,12 +6,7 @@ Importing this package touches no device, imports no kernel compiler and takes n
 from typing import TYPE_CHECKING
 
 from ringattn import masks
-from ringattn.api import (
-    latent_attention,
-    latent_attention_with_lse,
-    ring_attention,
-    ring_attention_with_lse,
-)
+from ringattn.api import latent_attention, latent_attention_with_lse, ring_attention, ring_attention_with_lse
 from ringattn.integrations.torch.multihead_attention import RingMultiheadAttention, replace_multihead_attention
 from ringattn.integrations.torch.redirect import redirect_sdpa
 from ringattn.integrations.torch.sdpa import scaled_dot_product_attention

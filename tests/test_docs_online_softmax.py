@@ -36,12 +36,7 @@ def test_every_table_on_the_page_is_what_the_script_prints(script: ModuleType) -
 
 
 def test_numbers_in_the_text_come_from_the_tables() -> None:
-    text = re.sub(
-        r"```\w*\n.*?```|\(https?://\S+\)|(?<= )(19|20)\d\d\b|\b[HB][12]00\b",
-        "",
-        PAGE,
-        flags=re.S,
-    )
+    text = re.sub(r"```\w*\n.*?```|\(https?://\S+\)|(?<= )(19|20)\d\d\b|\b[HB][12]00\b", "", PAGE, flags=re.S)
     text = re.sub(r"(?m)^    .*$", "", text)  # formulas
     shown = set(NUMBER.findall("\n".join(TABLES.values())))
     shown |= {x.replace(",", "") for x in shown} | {x.removeprefix("-") for x in shown}

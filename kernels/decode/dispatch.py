@@ -315,10 +315,7 @@ def _eager(request: _Request) -> tuple[bool, str]:
     return why_not is None, why_not or "plain torch serves any device, head_dim and page_size"
 
 
-_TABLE = (
-    Candidate("portable", "decode.decode_triton", _portable),
-    Candidate("eager", "decode.eager", _eager),
-)
+_TABLE = (Candidate("portable", "decode.decode_triton", _portable), Candidate("eager", "decode.eager", _eager))
 _LATENT_TABLE = (Candidate("hopper", "decode.latent_hopper", _hopper), *_TABLE)
 
 

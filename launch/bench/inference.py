@@ -280,10 +280,7 @@ def _prefill_rows(bench: _Bench, length: int) -> Iterator[Row]:
             attend(step, 0, q[:, : step.rows], k[:, : step.rows], v[:, : step.rows])
         cache.free(request)
 
-    calls: dict[str, Callable[[], Any]] = {
-        "ring": torch.enable_grad()(ours.forward),
-        "attend": lambda: prefill(length),
-    }
+    calls: dict[str, Callable[[], Any]] = {"ring": torch.enable_grad()(ours.forward), "attend": lambda: prefill(length)}
     if args.chunk < length:
         calls["attend_chunked"] = lambda: prefill(args.chunk)
     # each is called twice before the rounds

@@ -591,11 +591,7 @@ def show(verdict: Verdict) -> None:
         line[row["layout"]] = row
         line["worst"] = max(line["worst"], row, key=lambda one: one["ratio"])
     cells = [
-        [
-            *key,
-            *(f"{line[one]['ratio']:.2f}" if one in line else None for one in columns),
-            _name_worst(line["worst"]),
-        ]
+        [*key, *(f"{line[one]['ratio']:.2f}" if one in line else None for one in columns), _name_worst(line["worst"])]
         for key, line in lines.items()
     ]
     title = "part of the error budget that is used up (largest tensor)"

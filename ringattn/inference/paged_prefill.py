@@ -34,14 +34,7 @@ from torch import Tensor
 from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.kv_pool import KVPool
 from ringattn.inference.latent_weights import UpWeights, key_heads
-from ringattn.kernels.decode.dispatch import (
-    DecodeCall,
-    PageTable,
-    decode,
-    num_splits,
-    parts_len,
-    tile_tokens,
-)
+from ringattn.kernels.decode.dispatch import DecodeCall, PageTable, decode, num_splits, parts_len, tile_tokens
 from ringattn.kernels.interface import Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.partials.packed import finish_parts, merge_parts, views
 from ringattn.plan.expressions import Mask

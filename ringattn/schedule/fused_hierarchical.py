@@ -119,11 +119,7 @@ def hierarchical_backward(call: BackwardCall) -> Gradients:
             grad_return.local_grads[:, : mine.held(node_step).num_rows].zero_()
         into = node_sums.grads(node_step)
         reduce_kv_grads(
-            into[0],
-            into[1],
-            grad_return.local_grads,
-            grad_return.receive()[0],
-            find(fused.tables.returning[node_step]),
+            into[0], into[1], grad_return.local_grads, grad_return.receive()[0], find(fused.tables.returning[node_step])
         )
         grad_return.close()
         node_sums.post(node_step)

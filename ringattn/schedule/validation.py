@@ -39,11 +39,7 @@ def check_latents(q: Tensor, latents: Tensor, rotary_keys: Tensor, k_up: Tensor,
         if (x.dtype, x.device) != (q.dtype, q.device):
             raise ValueError(f"{name} must be {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}; convert it")
     (b, _, h, d), (hk, dn, r), dr = q.shape, k_up.shape, rotary_keys.shape[2]
-    for name, shape in (
-        ("latents", (b, rows, r)),
-        ("rotary_keys", (b, rows, dr)),
-        ("v_up", (hk, v_up.shape[1], r)),
-    ):
+    for name, shape in (("latents", (b, rows, r)), ("rotary_keys", (b, rows, dr)), ("v_up", (hk, v_up.shape[1], r))):
         if tuple(given[name].shape) != shape:
             raise ValueError(
                 f"{name} must have shape {shape} beside q {tuple(q.shape)} and k_up {tuple(k_up.shape)}, got "

@@ -28,10 +28,7 @@ from tests.support.kernel_conformance import (
 )
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 FP32_CASES = ("causal", "zigzag_window", "head_dim_128", "everything", "gqa_3", "dropout")
 

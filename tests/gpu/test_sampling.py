@@ -9,10 +9,7 @@ import torch
 
 from ringattn.launch.serve.sampling import Sampling, draw, sample_tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def samplings() -> list[Sampling]:

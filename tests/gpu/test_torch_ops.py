@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
 
 from ringattn import attention_reference, masks, simulate_ring
 from ringattn.kernels.attention.torch_ops.api import TorchKernels
@@ -29,10 +24,7 @@ from tests.support.kernel_conformance import (
 )
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 SERVED = [case for case in (*CASES, *LONG_CASES, *TERM_CASES, *LONG_TERM_CASES) if torch_serves(case)]

@@ -463,9 +463,7 @@ def tensors(step: ForwardBatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mask", SHORT_FORMS, ids=str)
-def test_bounds_are_what_each_row_may_see(
-    mask: tuple[bool, tuple[int | None, int | None] | None, int | None],
-) -> None:
+def test_bounds_are_what_each_row_may_see(mask: tuple[bool, tuple[int | None, int | None] | None, int | None]) -> None:
     causal, window, chunk_len = mask
     cache = make(pages=16)
     batch = cache.add_batch(30, [4, 0])
@@ -536,9 +534,7 @@ def test_to_come_and_to_go_cost_the_same_beside_a_thousand_that_have_ended() -> 
     assert found[0] == found[1]
 
 
-def test_the_upload_for_a_token_does_not_grow_with_the_context(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_upload_for_a_token_does_not_grow_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     upload = batch_metadata.copy_to_device
     monkeypatch.setattr(
@@ -800,16 +796,10 @@ def test_requests_that_cannot_be_prefilled_together_are_refused_before_pages_are
     cache = make(0, 2)
     padded, other = cache.add_request(20, first=3), cache.add_request(20)
     free = cache.free_pages
-    with pytest.raises(
-        NotImplementedError,
-        match=r"must be prefilled with same_length, got firsts \[3, 0\]",
-    ):
+    with pytest.raises(NotImplementedError, match=r"must be prefilled with same_length, got firsts \[3, 0\]"):
         cache.extend([padded, other], [9, 4])
     cache.extend([other], [4])
-    with pytest.raises(
-        NotImplementedError,
-        match=r"must have equal lengths on the same ranks .* got lengths \[0, 4\]",
-    ):
+    with pytest.raises(NotImplementedError, match=r"must have equal lengths on the same ranks .* got lengths \[0, 4\]"):
         cache.extend([padded, other], [5, 5], mode="prefill", same_length=True)
     with pytest.raises(ValueError, match="requests must have at most 2147483647 tokens together, got 2147483652"):
         cache.extend([other, padded], [2**30, 2**30], mode="prefill")

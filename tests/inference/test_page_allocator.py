@@ -34,11 +34,7 @@ def state(allocator: PageAllocator) -> str:
 class Model(RuleBasedStateMachine):
     """Random histories; every request must read back its own tokens after each."""
 
-    @initialize(
-        world=st.integers(1, 3),
-        pages=st.integers(3, 12),
-        page_size=st.sampled_from([4, 3, 1]),
-    )
+    @initialize(world=st.integers(1, 3), pages=st.integers(3, 12), page_size=st.sampled_from([4, 3, 1]))
     def begin(self, world: int, pages: int, page_size: int) -> None:
         self.allocator = PageAllocator(world, pages, page_size)
         self.looks: list[

@@ -50,12 +50,7 @@ def test_impossible_numbers_are_refused(command: Any, words: list[str], said: st
 
 
 def test_every_count_of_a_command_has_a_least() -> None:
-    kinds = [
-        bench.KernelsFlags,
-        bench.RingFlags,
-        bench.ModelFlags,
-        bench.TrainerFlags,
-    ]
+    kinds = [bench.KernelsFlags, bench.RingFlags, bench.ModelFlags, bench.TrainerFlags]
     kinds += [bench.InferenceFlags, bench.ServerFlags, check.CheckArgs, doctor.DoctorArgs]
     kinds += [faults.FaultArgs]
     for kind in kinds:
@@ -198,10 +193,7 @@ def _refusal(name: str, words: list[str]) -> str:
 
 @pytest.mark.dist
 def test_schedules_and_nodes_that_cannot_be_are_refused_on_every_rank(pool) -> None:
-    for name, words in (
-        ("check", ["--schedule", "stepwise"]),
-        ("check", ["--schedule", "fused_saved_kv"]),
-    ):
+    for name, words in (("check", ["--schedule", "stepwise"]), ("check", ["--schedule", "fused_saved_kv"])):
         for said in pool(2).run(_refusal, name, words):
             assert said.startswith(f"one of the schedules must give a ring here, got none ({words[-1]}: rank 0: "), said
             assert said.endswith("); choose another schedule")

@@ -23,11 +23,7 @@ from ringattn.launch.serve.engine_server import BACKLOG, EngineServer, bind
 from ringattn.launch.serve.grammar import make_compiler
 from ringattn.launch.serve.http.app import make_app, server_config
 from ringattn.launch.serve.http.engine_client import EngineClient
-from ringattn.launch.serve.messages import (
-    Settings,
-    receive_at,
-    send_to,
-)
+from ringattn.launch.serve.messages import Settings, receive_at, send_to
 from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score
 from ringattn.launch.serve.scheduler import ScheduledStep, Scheduler
 from ringattn.launch.serve.tokenizer import ChatTemplateError, check_text

@@ -87,9 +87,7 @@ def global_tokens(n: int, count: int = 5, reach: int = 7) -> TermMask:
     near = [min(end, min(n, max(i, count) + reach + 1)) for i, end in enumerate(ends)]
     return TermMask(
         of_intervals(
-            [[0] * n, begin, near],
-            [[0 if i < count else min(count, begin[i]) for i in range(n)], near, ends],
-            n,
+            [[0] * n, begin, near], [[0 if i < count else min(count, begin[i]) for i in range(n)], near, ends], n
         )
     )
 

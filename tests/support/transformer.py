@@ -30,10 +30,7 @@ def keep_the_ring(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "full": {"use_reentrant": False},
-    "selective": {
-        "use_reentrant": False,
-        "context_fn": partial(create_selective_checkpoint_contexts, keep_the_ring),
-    },
+    "selective": {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, keep_the_ring)},
 }
 
 

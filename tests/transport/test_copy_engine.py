@@ -475,11 +475,7 @@ class Allocator:
 
 
 def kept(
-    ranks: Ranks,
-    layers: list[Shape],
-    salt: int,
-    name: str | None = None,
-    between: Callable[[], object] = lambda: None,
+    ranks: Ranks, layers: list[Shape], salt: int, name: str | None = None, between: Callable[[], object] = lambda: None
 ) -> None:
     """Layers that keep what they gather until their backward, which gathers nothing; the last layer's comes first.
 
@@ -656,11 +652,7 @@ class Again:
         self.ranks.streams[rank].call(refresh)
         enqueue = self.come_back if backward else self.forward
         self.ranks.ends[rank].replay_or_enqueue(
-            ("again", backward),
-            self.inputs[rank],
-            (),
-            lambda: enqueue(rank),
-            (self,),
+            ("again", backward), self.inputs[rank], (), lambda: enqueue(rank), (self,)
         )
 
     def forward(self, rank: int, home: Any = None) -> KVGatherHandle:
@@ -843,11 +835,7 @@ def test_survivors_of_a_rank_that_is_lost_in_a_call_that_came_again_end_in_nan(
 
     def attend(rank: int) -> None:
         ranks.ends[rank].replay_or_enqueue(
-            ("attend",),
-            (),
-            (),
-            lambda: attention.attend(rank, 1, backward=backward),
-            (attention,),
+            ("attend",), (), (), lambda: attention.attend(rank, 1, backward=backward), (attention,)
         )
 
     for _ in range(5):
@@ -1236,12 +1224,7 @@ class Keeping:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    world_size=st.integers(2, 4),
-    seed=st.integers(0, 2**32),
-    layers=st.integers(1, 4),
-    late=st.integers(0, 200),
-)
+@given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32), layers=st.integers(1, 4), late=st.integers(0, 200))
 def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: int, layers: int, late: int) -> None:
     ranks = Ranks(world_size, seed)
     calls = Keeping(ranks, full(world_size))
@@ -1257,12 +1240,7 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    world_size=st.integers(2, 4),
-    seed=st.integers(0, 2**32),
-    steps=st.integers(1, 3),
-    copied=st.integers(0, 3),
-)
+@given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32), steps=st.integers(1, 3), copied=st.integers(0, 3))
 def test_kept_rows_that_were_overwritten_are_never_taken_for_a_layers_own(
     world_size: int, seed: int, steps: int, copied: int
 ) -> None:

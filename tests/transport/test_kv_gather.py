@@ -129,11 +129,7 @@ def test_one_launch_gives_the_definition(gathering, biased):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"memory_budget": 0},
-        {"memory_budget": 1000},
-        {"bias": torch.zeros(1, 1, 61, 61)},
-    ],
+    [{"memory_budget": 0}, {"memory_budget": 1000}, {"bias": torch.zeros(1, 1, 61, 61)}],
     ids=["no budget", "too small a budget", "bias"],
 )
 def test_calls_that_one_launch_cannot_serve_are_stepwise(gathering, options):

@@ -677,10 +677,7 @@ def do_other_things(kind: str) -> str:
     return ""
 
 
-OTHER = {
-    "unshard": r"Sharding.unshard([1, (5, 5, 5), 2, 16], torch.float32 cpu)",
-    "agree": "a RingCache: batch=1",
-}
+OTHER = {"unshard": r"Sharding.unshard([1, (5, 5, 5), 2, 16], torch.float32 cpu)", "agree": "a RingCache: batch=1"}
 
 
 @pytest.mark.dist

@@ -79,10 +79,7 @@ def twice(ring: Ring) -> list[Tensor]:
     """One graph differentiated twice."""
     x = leaves(ring)
     o = attend(ring, *x)
-    return [
-        *torch.autograd.grad(o.sum(), x, retain_graph=True),
-        *torch.autograd.grad(o.square().sum(), x),
-    ]
+    return [*torch.autograd.grad(o.sum(), x, retain_graph=True), *torch.autograd.grad(o.square().sum(), x)]
 
 
 def unused(ring: Ring) -> list[Tensor]:

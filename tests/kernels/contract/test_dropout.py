@@ -107,9 +107,6 @@ def test_dropout_seeds_that_differ_give_the_gradients_of_what_each_rank_dropped(
         assert isinstance(o, Tensor)
         found = o.detach() * rows, *torch.autograd.grad(o, leaves, do * rows)
         expected = [x + y for x, y in zip(expected, found, strict=True)]
-    made = [
-        [o for o, _ in parts],
-        *([getattr(grads, name) for _, grads in parts] for name in ("dq", "dk", "dv")),
-    ]
+    made = [[o for o, _ in parts], *([getattr(grads, name) for _, grads in parts] for name in ("dq", "dk", "dv"))]
     for found, wanted in zip(made, expected, strict=True):
         torch.testing.assert_close(shardings[0].assemble(found), wanted)

@@ -474,12 +474,7 @@ def test_65536_entries_are_planned_in_seconds() -> None:
 
 
 def assert_gathered_keys_are_met(
-    plan: WorkPlan,
-    queries: list[int],
-    gather_plan: GatherPlan,
-    keys: GatheredKeys,
-    shape: Shape,
-    mask: ShortMask,
+    plan: WorkPlan, queries: list[int], gather_plan: GatherPlan, keys: GatheredKeys, shape: Shape, mask: ShortMask
 ) -> None:
     """Every visible pair is met once, in ring order, and far is read where rows or guards are."""
     place_of = {0: (0, keys.local_rows, 0)}  # first row, rows, guards of each step

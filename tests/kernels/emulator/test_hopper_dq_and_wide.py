@@ -122,11 +122,7 @@ def test_no_order_of_events_changes_a_bit():
     for changes in ({}, {"seed": 4, "eager": True}):
         dq, dk, dv = (torch.full(x.shape, float("nan")) for x in (q, k, v))
         grads = Grads(
-            dq,
-            dk,
-            dv,
-            dkey_bias=torch.full((1, n), float("nan")),
-            dalibi=torch.full((1, heads, n), float("nan")),
+            dq, dk, dv, dkey_bias=torch.full((1, n), float("nan")), dalibi=torch.full((1, heads, n), float("nan"))
         )
         with machine.mode(**changes):
             WideKernels(call, dq=NARROW).backward(step, grads)

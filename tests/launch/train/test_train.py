@@ -19,12 +19,7 @@ from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train import metrics
 from ringattn.launch.train.config import PRESETS, TrainConfig
 from ringattn.launch.train.data import Batches, count_targets, load_corpus, make_rows
-from ringattn.launch.train.model import (
-    ROPE_THETA,
-    Transformer,
-    apply_rope,
-    rope_tables,
-)
+from ringattn.launch.train.model import ROPE_THETA, Transformer, apply_rope, rope_tables
 from ringattn.launch.train.parallel import Parallel, make_parallel, mesh_sizes, single_process_group
 from ringattn.launch.train.run import compare_results
 from ringattn.launch.train.trainer import CHECKED_STEPS, Recipe, StepResult, Trainer
