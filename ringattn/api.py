@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ringattn.autograd import attend, expand_rows, side
+from ringattn.autograd import attend, expand_in_order, side
 from ringattn.dispatch import call_text
 from ringattn.plan.attention_spec import ScoreTensors
 from ringattn.plan.expressions import Mask
@@ -325,8 +325,8 @@ def _attend(
             needed = [x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in needed]
         if tensors.bias is not None:
             bias = expand_bias(tensors.bias, needed[0], (kv_sharding or sharding).seq_len)
-            if tensors.bias.shape[-2:-1] in ((), (1,)) and sharding.ring.is_virtual:
-                bias = expand_rows(tensors.bias.expand(*bias.shape[:2], 1, bias.shape[3]), sharding)
+            if bias.requires_grad and torch.is_grad_enabled() and sharding.ring.is_virtual:
+                bias = expand_in_order(tensors.bias, bias.shape, sharding)
             tensors = tensors._replace(bias=bias)
         if "latents" in options:
             q, *given = needed

@@ -261,21 +261,39 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-class _ExpandRows(torch.autograd.Function):
+class _ExpandBias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, ring: Any, lens: list[int]) -> Tensor:
-        ctx.ring, ctx.lens = ring, lens
-        return bias.expand(-1, -1, sum(lens), -1)
+    def forward(ctx: Any, bias: Tensor, wanted: torch.Size, sharding: Sharding, is_shared: bool) -> Tensor:
+        ctx.sizes, ctx.sharding, ctx.is_shared = bias.shape, sharding, is_shared
+        return bias.expand(wanted)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.ring.ordered_sum([part.sum(2, keepdim=True) for part in grad.split(ctx.lens, 2)]), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ranks = ctx.sharding.hosted or (ctx.sharding,)
+        parts = [sum_expanded(x, ctx.sizes, ctx.is_shared) for x in grad.split([rank.shard_len for rank in ranks], 2)]
+        return ctx.sharding.ring.ordered_sum(parts) if ctx.is_shared else torch.cat(parts, -2), None, None, None
 
 
-def expand_rows(bias: Tensor, sharding: Sharding) -> Tensor:
-    """Return a bias `b h 1 n` for all rows of this process; its gradient is summed by virtual rank, then in their order."""
-    lens = [rows.shard_len for rows in sharding.hosted or (sharding,)]
-    return _ExpandRows.apply(bias, sharding.ring, lens)  # pyright: ignore[reportReturnType]
+def expand_in_order(bias: Tensor, wanted: torch.Size, sharding: Sharding) -> Tensor:
+    """Return a bias as `b h s n`; its gradient is summed by virtual rank, and that of shared rows then in their order.
+
+    Whether a process with one row has a shared one the others know, if they have more or fewer.
+    """
+    ring: Any = sharding.ring
+    is_shared = bias.shape[-2:-1] in ((), (1,))
+    if bias.dim() > 1 and 1 in sharding.shard_lens:
+        is_shared = ring.all_reduce_min(2 if is_shared and sharding.shard_len == 1 else is_shared) == 1
+    if bias.shape == wanted and not is_shared:
+        return bias
+    return _ExpandBias.apply(bias, wanted, sharding, is_shared)  # pyright: ignore[reportReturnType]
+
+
+def sum_expanded(grad: Tensor, sizes: torch.Size, is_shared: bool) -> Tensor:
+    """Return the gradient of a bias of some sizes by one rank's rows of the expanded one, `b h s n`; is_shared: rows are one.
+
+    The bits of a sum depend on shape and strides, so each virtual rank has its own.
+    """
+    return grad.contiguous().sum_to_size(sizes if is_shared else (*sizes[:-2], grad.shape[2], sizes[-1]))
 
 
 def _is_batch(grad: Tensor | None) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ringattn.api import packed_latents
+from ringattn.autograd import sum_expanded
 from ringattn.dispatch import call_text, is_value, resolve_simulated, run_backward, run_forward
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.expressions import Mask
@@ -180,7 +181,6 @@ def simulate_ring(
             ("sinks", "dsinks", None, 0),
             ("alibi_slopes", "dalibi", None, 0),
             ("key_bias", "dkey_bias", keys, 1),
-            ("bias", "dbias", queries, 2),
         )
         grads: dict[str, Tensor] = {}
         for name, field, sharding, dim in table:
@@ -201,10 +201,9 @@ def simulate_ring(
             grads.pop("v")
         grads |= {name: grad.to(q.dtype) for name, grad in grads.items() if name in ("q", "k", "v", *LATENTS)}
         if bias is not None:
-            if bias.shape[-2:-1] in ((), (1,)):
-                parts = [grad.dbias for grad in found if grad.dbias is not None]
-                grads["bias"] = sum_in_order([part.sum(2, keepdim=True) for part in parts])
-            grads["bias"] = grads["bias"].sum_to_size(bias.shape)
+            is_shared = bias.shape[-2:-1] in ((), (1,))
+            parts = [sum_expanded(grad.dbias, bias.shape, is_shared) for grad in found if grad.dbias is not None]
+            grads["bias"] = sum_in_order(parts) if is_shared else queries.concatenate(parts, bias.dim() - 2)
         return Simulated(o, lse, grads)
 
 

@@ -71,32 +71,48 @@ def test_virtual_ranks_have_nodes(pool: Pools, nodes: int, budget: int) -> None:
         assert_bits(found, expected, f"{nodes} nodes")
 
 
-def broadcast_bias(size: int, shape: tuple[int, ...]) -> Tensor:
-    """The gradient of a bias that many rows share, summed over processes."""
-    ring, case = Ring(virtual_size=size), Attention(seq_len=29, batch=2)
-    sharding = ring.sharding(case.seq_len)
+def broadcast_bias(size: int, seq_len: int, shape: tuple[int, ...]) -> Tensor:
+    """The whole gradient of a bias that rows, heads or batch elements share."""
+    ring, case = Ring(virtual_size=size), Attention(seq_len=seq_len, batch=2)
+    sharding = ring.sharding(case.seq_len, "contiguous")
     q, k, v = (sharding.shard(x) for x in case.tensors().values())
-    bias = torch.randn(shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    has_rows = shape[-2:-1] == (seq_len,)
+    bias = (sharding.shard(bias, -2) if has_rows else bias).requires_grad_()
     o = ring_attention(q, k, v, sharding, bias=bias)
     (grad,) = torch.autograd.grad(o, [bias], sharding.shard(case.cotangents()[0]))
-    if ring.world_size > 1:
-        dist.all_reduce(grad)
-    return grad
+    if has_rows:
+        return sharding.unshard(grad, -2)
+    return ring.sum(grad.contiguous())
 
 
+# of 5 rows three of four processes have one, whose bias may be its own or that of all rows
 @pytest.mark.dist
-@pytest.mark.parametrize("shape", [(29,), (1, 29), (2, 1, 1, 29), (2, 2, 1, 1)])
-def test_a_bias_that_rows_share_has_a_gradient_in_the_order_of_virtual_ranks(
-    pool: Pools, shape: tuple[int, ...]
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("seq_len", "shape"),
+    [
+        (29, (29,)),
+        (29, (2, 1, 1, 29)),
+        (29, (2, 2, 1, 1)),
+        (29, (29, 29)),
+        (29, (2, 1, 29, 29)),
+        (29, (2, 29, 1)),
+        (5, (1, 5)),
+        (5, (5, 5)),
+        (5, (2, 2, 5, 5)),
+    ],
+)
+def test_the_gradient_of_a_bias_that_is_expanded_has_the_same_bits(
+    pool: Pools, seq_len: int, shape: tuple[int, ...], processes: int
 ) -> None:
-    case = Attention(seq_len=29, batch=2)
+    case = Attention(seq_len=seq_len, batch=2)
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-    q, k, v = case.tensors().values()
-    grads = simulate_ring(q, k, v, 4, bias=bias, do=case.cotangents()[0]).grads
+    given: dict[str, Any] = {"bias": bias, "do": case.cotangents()[0], "layout": "contiguous"}
+    grads = simulate_ring(*case.tensors().values(), 4, **given).grads
     assert grads is not None
-    for processes in (1, 2, 4):
-        for found in pool(processes).run(broadcast_bias, 4, shape):
-            torch.testing.assert_close(found, grads["bias"], rtol=0, atol=0, msg=f"{processes} processes")
+    for found in pool(processes).run(broadcast_bias, 4, seq_len, shape):
+        torch.testing.assert_close(found, grads["bias"], rtol=0, atol=0)
 
 
 def rows_of(size: int) -> tuple[list[int], list[int], bool, list[int]]:
