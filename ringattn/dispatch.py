@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import KernelSet, RowMetadata, Score
 from ringattn.kernels.registry import select_kernels
-from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize, split_rows
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.device_tables import sides_of, step_tables
 from ringattn.plan.expressions import Mask
 from ringattn.plan.ring_plan import Nodes
@@ -50,8 +50,8 @@ _VALUES = frozenset({int, float, bool, str, type(None)})
 _RankCall = tuple[Tensor, Tensor, Tensor, ScoreTensors]
 
 _plans: dict[Hashable, ExecutionPlan] = {}
-_specs: WeakValueDictionary[tuple[str, int], AttentionSpec] = WeakValueDictionary()
-"""Records of calls by text and rank, as long as their sharding is there."""
+_specs: WeakValueDictionary[tuple[str, int, int], AttentionSpec] = WeakValueDictionary()
+"""Records of calls by text, rank and number of processes, as long as their sharding is there."""
 
 
 def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:
@@ -64,9 +64,8 @@ def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping
     key = (None if kv_sharding is None else kv_sharding.text, values, tuple(map(type, values)))
     spec = sharding.calls.get(key)
     if spec is None:
-        rows, keys = (x if x is None or not x.hosted else x.hosted[0] for x in (sharding, kv_sharding))
-        spec = AttentionSpec.resolve(rows or sharding, keys, _as_ring_wants(sharding, options))
-        sharding.calls[key] = _specs[spec.text, spec.rank] = spec
+        spec = AttentionSpec.resolve(sharding, kv_sharding, _as_ring_wants(sharding, options))
+        sharding.calls[key] = _specs[spec.text, spec.rank, sharding.world_size] = spec
     return spec.text
 
 
@@ -103,17 +102,18 @@ def resolve(
     facts = (ring, here.generation, text, *map(_fact, given))
     plan = _plans.get(facts)
     if plan is None:
-        found = _specs.get((text, here.rank)) if len(here.hosted) == 1 else None
-        specs = [] if found is None else [found]
-        if not specs:
+        spec = _specs.get((text, here.rank, here.world_size))
+        if spec is None:
             with here.propagate_errors():
-                specs = [AttentionSpec.deserialize(text, rank) for rank in here.hosted]
-        spec = specs[0]
+                spec = AttentionSpec.deserialize(text, here.rank, here.world_size)
         shares_seed = spec.dropout_p > 0 and spec.backward != "keys"
         with here.consistent_call(text, given, dropout_seed if shares_seed else 0) as agreement:
-            whole = AttentionSpec.deserialize(text, here.rank, here.world_size) if len(specs) > 1 else spec
-            check_call(q, k, v, whole, tensors)
-            calls = _calls_of_ranks(q, k, v, tensors, specs)
+            check_call(q, k, v, spec, tensors)
+            specs = spec.of_ranks()
+            calls = [
+                (*rows, tensors._replace(key_bias=key_bias, bias=bias))
+                for *rows, key_bias, bias, _ in _cut(specs, q, k, v, tensors.key_bias, tensors.bias)
+            ]
             kernels = [_select(call, one, here.nodes) for call, one in zip(calls, specs, strict=True)]
             offers = (_choose_faster(chosen, q, v) for chosen in kernels)
             agreement.faster = next((offer for offer in offers if offer is not None), None)
@@ -121,10 +121,8 @@ def resolve(
         facts = (ring, here.generation, *facts[2:])
         contexts = here.contexts(q.device) if here.is_virtual else (here.context,)
         plans = [
-            make_execution_plan(one, q_here, k_here, v_here, tensors_here, chosen, context, agreement.faster)
-            for one, (q_here, k_here, v_here, tensors_here), chosen, context in zip(
-                specs, calls, kernels, contexts, strict=True
-            )
+            make_execution_plan(one, *call, chosen, context, agreement.faster)
+            for one, call, chosen, context in zip(specs, calls, kernels, contexts, strict=True)
         ]
         plan = replace(
             plans[0],
@@ -158,7 +156,7 @@ def resolve_simulated(
     facts = (place, text, *map(_fact, given))
     plan = _plans.get(facts)
     if plan is None:
-        spec = _specs.get((text, context.rank)) or AttentionSpec.deserialize(text, context.rank)
+        spec = _specs.get((text, context.rank, context.world_size)) or AttentionSpec.deserialize(text, context.rank)
         check_call(q, k, v, spec, tensors)
         kernels = _select((q, k, v, tensors), spec, context.nodes)
         faster = _choose_faster(kernels, q, v)
@@ -229,41 +227,34 @@ def virtual_forward(
     latents: Latents | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse of the rows of all virtual ranks of this process; takes arguments of `dispatch.run_forward`."""
-    parts, contexts = _cut(q, k, v, score, plans, latents), ring.contexts(q.device)
+    parts, contexts = _parts(q, k, v, score, plans, latents), ring.contexts(q.device)
 
     def run(i: int) -> tuple[Tensor, Tensor]:
-        own, q, k, v, score = parts[i]
-        return run_forward(q, k, v, score, plans[i], contexts[i], latents=own)[:2]
+        *rows, own = parts[i]
+        return run_forward(*rows, plans[i], contexts[i], latents=own)[:2]
 
     found = ring.run_ranks(q.device, run)
-    return torch.cat([o for o, _ in found], 1), torch.cat([lse for _, lse in found], 2)
+    return _join([o for o, _ in found], 1), _join([lse for _, lse in found], 2)
 
 
 def virtual_backward(ring: Ring, call: BackwardCall, plans: Sequence[ExecutionPlan]) -> Gradients:
     """Return the gradients of `virtual_forward`; shares of sums over rows are their total on rank 0, and zeros elsewhere."""
-    parts = _cut(call.q, call.k, call.v, call.score, plans, call.latents)
-    contexts, lens = ring.contexts(call.q.device), _row_counts(plans)[0]
-    rows: Any = [split_rows(x, lens, dim) for x, dim in ((call.do, 1), (call.dlse, 2), (call.o, 1), (call.lse, 2))]
+    parts, contexts = _parts(*call[2:5], call.score, plans, call.latents), ring.contexts(call.q.device)
+    lens = [plan.spec.sharding.shard_len for plan in plans]
+    rows: Any = [_split(x, lens, dim) for x, dim in ((call.do, 1), (call.dlse, 2), (call.o, 1), (call.lse, 2))]
 
     def run(i: int) -> Gradients:
-        latents, q, k, v, score = parts[i]
-        do, dlse, o, lse = (x[i] for x in rows)
-        given = BackwardCall(do, dlse, q, k, v, o, lse, score, plans[i], contexts[i], call.wanted, latents)
-        return run_backward(given)
+        (do, dlse, o, lse), (q, k, v, score, latents) = (x[i] for x in rows), parts[i]
+        return run_backward(BackwardCall(do, dlse, q, k, v, o, lse, score, plans[i], contexts[i], call.wanted, latents))
 
     found = ring.run_ranks(call.q.device, run)
-    first, shares = found[0], [_shares(grads) for grads in found]
+    shares = [_shares(grads) for grads in found]
     if shares[0]:
         flat = ring.ordered_sum([torch.cat([x.flatten() for x in share]) for share in shares])
         for x, total in zip(shares[0], flat.split([x.numel() for x in shares[0]]), strict=True):
             x.copy_(total.view(x.shape))
-
-    def joined(name: str, dim: int) -> Any:
-        present = [x for grads in found if (x := getattr(grads, name)) is not None]
-        return torch.cat(present, dim) if present else None
-
-    rows_of = {"dq": 1, "dk": 1, "dv": 1, "dkey_bias": 1, "dbias": 2}
-    return replace(first, **{name: joined(name, dim) for name, dim in rows_of.items()})
+    dims = {"dq": 1, "dk": 1, "dv": 1, "dkey_bias": 1, "dbias": 2}
+    return replace(found[0], **{name: _join([getattr(x, name) for x in found], dim) for name, dim in dims.items()})
 
 
 def _shares(grads: Gradients) -> list[Tensor]:
@@ -274,24 +265,41 @@ def _shares(grads: Gradients) -> list[Tensor]:
     return [x for x in found if x is not None]
 
 
-def _row_counts(plans: Sequence[ExecutionPlan]) -> tuple[list[int], list[int]]:
-    """Return the query rows and the keys of each virtual rank of this process."""
-    return [plan.spec.sharding.shard_len for plan in plans], [plan.spec.kv_sharding.shard_len for plan in plans]
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plans: Sequence[ExecutionPlan], latents: Latents | None
+) -> list[tuple[Any, ...]]:
+    """Return q, k, v, score and latents of each virtual rank of this process."""
+    rows = None if latents is None else latents.rows
+    found = []
+    for *mine, key_bias, bias, own in _cut([plan.spec for plan in plans], q, k, v, score.key_bias, score.bias, rows):
+        # the bits of a product may depend on where in memory its rows begin
+        given = None if latents is None else latents._replace(rows=own if own is rows else own.clone())
+        found.append((*mine, replace(score, key_bias=key_bias, bias=bias), given))
+    return found
 
 
 def _cut(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plans: Sequence[ExecutionPlan], latents: Latents | None
+    specs: Sequence[AttentionSpec],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_bias: Tensor | None,
+    bias: Tensor | None,
+    latents: Tensor | None = None,
 ) -> list[tuple[Any, ...]]:
-    """Return latents, q, k, v and score of each virtual rank of this process."""
-    lens, key_lens = _row_counts(plans)
-    rows = None if latents is None else latents.rows
-    cut = [split_rows(x, key_lens, 1) for x in (rows, k, v, score.key_bias)]
-    found = []
-    for i, (q_part, bias) in enumerate(zip(split_rows(q, lens, 1), split_rows(score.bias, lens, 2), strict=True)):
-        own_rows, k_part, v_part, key_bias = (x[i] for x in cut)
-        own = None if latents is None or own_rows is None else latents._replace(rows=own_rows.contiguous())
-        found.append((own, q_part, k_part, v_part, replace(score, key_bias=key_bias, bias=bias)))
-    return found
+    """Return the tensors of each rank that this process is: the rows of its virtual ranks, where there are several."""
+    lens, key_lens = [x.sharding.shard_len for x in specs], [x.kv_sharding.shard_len for x in specs]
+    columns = (q, lens, 1), (k, key_lens, 1), (v, key_lens, 1), (key_bias, key_lens, 1), (bias, lens, 2)
+    return list(zip(*(_split(*column) for column in (*columns, (latents, key_lens, 1))), strict=True))
+
+
+def _split(x: Tensor | None, lens: list[int], dim: int) -> Sequence[Tensor | None]:
+    return [x] * len(lens) if x is None or len(lens) == 1 else x.split(lens, dim)
+
+
+def _join(parts: Sequence[Any], dim: int) -> Any:
+    """Return the rows of the virtual ranks of a process, or None, one after another."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, dim)
 
 
 def ring_of(name: str) -> Ring:
@@ -302,20 +310,6 @@ def ring_of(name: str) -> Ring:
 def _fact(x: Tensor | None) -> Hashable:
     """Return all of a tensor that decides a call."""
     return None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
-
-
-def _calls_of_ranks(
-    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, specs: Sequence[AttentionSpec]
-) -> list[_RankCall]:
-    """Return q, k, v and tensors of each rank that this process is: the rows of its virtual ranks, where there are several."""
-    if len(specs) == 1:
-        return [(q, k, v, tensors)]
-    lens, key_lens = (
-        [x.shard_len for x in side] for side in zip(*((s.sharding, s.kv_sharding) for s in specs), strict=True)
-    )
-    columns = (q, lens, 1), (k, key_lens, 1), (v, key_lens, 1), (tensors.key_bias, key_lens, 1), (tensors.bias, lens, 2)
-    rows: Any = zip(*(split_rows(*column) for column in columns), strict=True)
-    return [(q, k, v, tensors._replace(key_bias=key_bias, bias=bias)) for q, k, v, key_bias, bias in rows]
 
 
 def _select(call: _RankCall, spec: AttentionSpec, nodes: Nodes | None) -> type[KernelSet]:

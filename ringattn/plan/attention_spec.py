@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -107,6 +107,11 @@ class AttentionSpec:
         """Compute what is read most."""
         object.__setattr__(self, "rank", self.sharding.rank)
 
+    def of_ranks(self) -> list[AttentionSpec]:
+        """Return the record of each rank that the process is: of its virtual ranks, where there are several."""
+        sides = zip(self.sharding.hosted, self.kv_sharding.hosted, strict=True)
+        return [replace(self, sharding=rows, kv_sharding=keys) for rows, keys in sides] or [self]
+
     def plan(self, moving: str, nodes: Nodes | None = None) -> RingPlan:
         """Return the ring plan in which keys or queries move, in one node or several."""
         plan = self._plans.get((moving, nodes))
@@ -167,11 +172,6 @@ _OF_SCORE = {
     "softcap": 0.0, "dropout_p": 0.0, "impl": "auto", "backward": "auto", "deterministic": False, "latents": None,
 }  # fmt: skip
 _DEFAULTS: dict[str, Any] = _OF_MASK | _OF_SCORE
-
-
-def split_rows(x: Tensor | None, lens: Sequence[int], dim: int) -> list[Tensor | None]:
-    """Return the rows of each virtual rank of a process, views of a tensor with all; of None as many None."""
-    return [None] * len(lens) if x is None else list(x.split(list(lens), dim))
 
 
 def serialize(
