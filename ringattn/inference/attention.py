@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from ringattn.dispatch import join_rows
 from ringattn.inference import prefill
 from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.latent_weights import UpWeights, key_heads
@@ -343,80 +344,41 @@ def _attend(step: ForwardBatch, layer: int, given: _Given | _LatentGiven, option
         _check_gradients(given)
     with torch.no_grad():
         k, v = step.put(layer, *given.stored(), contain=known.contains)
-        return _run(known, step, layer, q, k, v, tensors, up)
+        return _run(known, step, layer, prefill.NewRows(q, k, v, tensors, up))
 
 
-def _run(
-    known: _Decode | prefill.Prefill | _PrefillOfRanks,
-    step: ForwardBatch,
-    layer: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensors: ScoreTensors,
-    up: UpWeights | None,
-) -> Tensor:
+def _run(known: _Decode | prefill.Prefill, step: ForwardBatch, layer: int, rows: prefill.NewRows) -> Tensor:
     """Return o of the rows of a resolved call."""
-    if isinstance(known, _PrefillOfRanks):
-        return known.attend(step, layer, q, k, v, tensors, up)
+    if known.ranks:
+        return _run_ranks(known.ranks, step, layer, rows)
     # pages are read as they are, copies of latents are expanded
-    pages = None if known.kv_access == "copies" else up
-    o = known.attend(step, layer, q if pages is None else pages.absorb(q), k, v, tensors, up)
+    pages = None if known.kv_access == "copies" else rows.up
+    o = known.attend(step, layer, rows if pages is None else rows._replace(q=pages.absorb(rows.q)))
     return o if pages is None else pages.project(o)
 
 
-@dataclass(frozen=True, eq=False)
-class _PrefillOfRanks:
-    """A resolved prefill of a process with virtual ranks: that of each, as a process of its own would make it."""
+def _run_ranks(calls: Sequence[prefill.Prefill], step: ForwardBatch, layer: int, rows: prefill.NewRows) -> Tensor:
+    """Return o `b s h dv` of the rows of all virtual ranks of this process."""
+    lens = [one.rows for one in step.ranks]
+    parts = list(zip(*(x.split(lens, 1) for x in rows[:3]), strict=True))
 
-    calls: tuple[prefill.Prefill, ...]
+    def run(i: int) -> Tensor:
+        q, k, v = parts[i]
+        # the bits of a product of latents may depend on where in memory they begin
+        k = k if rows.up is None or len(parts) == 1 else k.clone()
+        return _run(calls[i], step.ranks[i], layer, rows._replace(q=q, k=k, v=v))
 
-    @property
-    def contains(self) -> bool:
-        return self.calls[0].contains
-
-    @property
-    def comm_mode(self) -> str:
-        return self.calls[0].comm_mode
-
-    @property
-    def kv_access(self) -> str:
-        return self.calls[0].kv_access
-
-    def attend(
-        self,
-        step: ForwardBatch,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensors: ScoreTensors,
-        up: UpWeights | None,
-    ) -> Tensor:
-        """Return o `b s h dv` of the rows of all virtual ranks of this process."""
-        rows = [x.split(_row_counts(step), 1) for x in (q, k, v)]
-
-        def run(i: int) -> Tensor:
-            q, k, v = (parts[i] for parts in rows)
-            # rows of latents are contiguous
-            k = k if up is None else k.contiguous()
-            return _run(self.calls[i], step.ranks[i], layer, q, k, v, tensors, up)
-
-        return torch.cat(step.cache.ring.run_ranks(q.device, run), 1)
-
-
-def _row_counts(step: ForwardBatch) -> list[int]:
-    return [one.rows for one in step.ranks]
+    return join_rows(step.cache.ring.run_ranks(rows.q.device, run), 1)
 
 
 def _plan_ranks(
     step: ForwardBatch, spec: AttentionSpec, options: _Options, q: Tensor, tensors: ScoreTensors, up: UpWeights | None
-) -> _PrefillOfRanks:
+) -> prefill.Prefill:
     calls = []
-    for one, part in zip(step.ranks, q.split(_row_counts(step), 1), strict=True):
+    for one, part in zip(step.ranks, q.split([one.rows for one in step.ranks], 1), strict=True):
         own = dataclasses.replace(spec, sharding=one.sharding, kv_sharding=one.kv_sharding)
         calls.append(_plan_prefill(one, own, options, part, tensors, up))
-    return _PrefillOfRanks(tuple(calls))
+    return dataclasses.replace(calls[0], ranks=tuple(calls))
 
 
 def _plan_prefill(
@@ -460,19 +422,11 @@ class _Decode:
     contains: ClassVar[bool] = False  # pages are read
     comm_mode: ClassVar[str] = ""
     kv_access: ClassVar[str] = ""
+    ranks: ClassVar[tuple[prefill.Prefill, ...]] = ()
 
-    def attend(
-        self,
-        step: ForwardBatch,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensors: ScoreTensors,
-        up: UpWeights | None,
-    ) -> Tensor:
+    def attend(self, step: ForwardBatch, layer: int, rows: prefill.NewRows) -> Tensor:
         """Return o `batch rows h dv`, the same bits on all ranks; the keys are in the cache, and q is for them."""
-        del k, v, up
+        q, tensors = rows.q, rows.tensors
         cache, wide = step.cache, accumulation_dtype(q.dtype)
         (b, s), h, dv = step.tiles, q.shape[2], step.cache.v_head_dim
         q = q if q.stride(-1) == 1 else q.contiguous()

@@ -26,6 +26,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,16 @@ GROWTH_MARGIN = 1.05
 """Factor on reserved buffers for uneven shards of a longer request."""
 
 
+class NewRows(NamedTuple):
+    """New rows of this rank, the tensors of their score, and the weights that expand latents, if k and v are latents."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tensors: ScoreTensors
+    up: UpWeights | None
+
+
 @dataclass(frozen=True, eq=False)
 class Prefill:
     """Resolved kind of call of a prefill; made at its first call.
@@ -62,6 +73,7 @@ class Prefill:
         query_plan: Routing of queries, if they are sent.
         paged_rows: Rows that attend to this rank's pages in place, if any.
         growth_factor: Ratio by which the requests may become longer.
+        ranks: In a ring of virtual ranks the calls of those of this process, of which this is the first; else empty.
     """
 
     plan: ExecutionPlan
@@ -71,6 +83,7 @@ class Prefill:
     query_plan: QueryPlan | None
     paged_rows: PagedRows | None
     growth_factor: float
+    ranks: tuple[Prefill, ...] = ()
     _has_reserved: list[bool] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -82,17 +95,9 @@ class Prefill:
         documents = self.plan.spec.sharding.documents
         return self.fresh and self.kv_access == "copies" and documents is not None and len(documents) > 2
 
-    def attend(
-        self,
-        step: ForwardBatch,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensors: ScoreTensors,
-        up: UpWeights | None,
-    ) -> Tensor:
+    def attend(self, step: ForwardBatch, layer: int, given: NewRows) -> Tensor:
         """Return o `b s h dv` of this rank's new rows, whose keys are in the cache; pages are read by q as it is."""
+        q, k, v, tensors, up = given
         cache, plan, context = step.cache, self.plan, step.cache.ring.context
         dv = key_heads(cache, up)[2] if self.kv_access == "copies" else cache.v_head_dim
         q = _rows(q)
