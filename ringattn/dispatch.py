@@ -110,9 +110,9 @@ def resolve(
         with here.consistent_call(text, given, dropout_seed if shares_seed else 0) as agreement:
             check_call(q, k, v, spec, tensors)
             specs = spec.of_ranks()
-            calls = [
-                (*rows, tensors._replace(key_bias=key_bias, bias=bias))
-                for *rows, key_bias, bias, _ in _cut(specs, q, k, v, tensors.key_bias, tensors.bias)
+            calls: list[_RankCall] = [
+                (*qkv, tensors._replace(key_bias=key_bias, bias=bias))
+                for *qkv, key_bias, bias, _ in _cut(specs, q, k, v, tensors.key_bias, tensors.bias)
             ]
             kernels = [_select(call, one, here.nodes) for call, one in zip(calls, specs, strict=True)]
             offers = (_choose_faster(chosen, q, v) for chosen in kernels)
@@ -230,11 +230,11 @@ def virtual_forward(
     parts, contexts = _parts(q, k, v, score, plans, latents), ring.contexts(q.device)
 
     def run(i: int) -> tuple[Tensor, Tensor]:
-        *rows, own = parts[i]
-        return run_forward(*rows, plans[i], contexts[i], latents=own)[:2]
+        q, k, v, score, own = parts[i]
+        return run_forward(q, k, v, score, plans[i], contexts[i], latents=own)[:2]
 
     found = ring.run_ranks(q.device, run)
-    return _join([o for o, _ in found], 1), _join([lse for _, lse in found], 2)
+    return join_rows([o for o, _ in found], 1), join_rows([lse for _, lse in found], 2)
 
 
 def virtual_backward(ring: Ring, call: BackwardCall, plans: Sequence[ExecutionPlan]) -> Gradients:
@@ -253,8 +253,10 @@ def virtual_backward(ring: Ring, call: BackwardCall, plans: Sequence[ExecutionPl
         flat = ring.ordered_sum([torch.cat([x.flatten() for x in share]) for share in shares])
         for x, total in zip(shares[0], flat.split([x.numel() for x in shares[0]]), strict=True):
             x.copy_(total.view(x.shape))
-    dims = {"dq": 1, "dk": 1, "dv": 1, "dkey_bias": 1, "dbias": 2}
-    return replace(found[0], **{name: _join([getattr(x, name) for x in found], dim) for name, dim in dims.items()})
+    rounded, wide = call.q.dtype, plans[0].wide
+    joined = {"dq": (1, rounded), "dk": (1, rounded), "dv": (1, rounded), "dkey_bias": (1, wide), "dbias": (2, wide)}
+    made = {name: join_rows([getattr(x, name) for x in found], *how) for name, how in joined.items()}
+    return replace(found[0], **made)
 
 
 def _shares(grads: Gradients) -> list[Tensor]:
@@ -297,9 +299,11 @@ def _split(x: Tensor | None, lens: list[int], dim: int) -> Sequence[Tensor | Non
     return [x] * len(lens) if x is None or len(lens) == 1 else x.split(lens, dim)
 
 
-def _join(parts: Sequence[Any], dim: int) -> Any:
-    """Return the rows of the virtual ranks of a process, or None, one after another."""
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, dim)
+def join_rows(parts: list[Any], dim: int, dtype: torch.dtype | None = None) -> Any:
+    """Return the rows of the virtual ranks of a process, or None, one after another; copying several rounds to dtype."""
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    return torch.cat(parts, dim, out=parts[0].new_empty(0, dtype=dtype))
 
 
 def ring_of(name: str) -> Ring:

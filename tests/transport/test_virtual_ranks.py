@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def test_the_gradient_of_a_bias_that_is_expanded_has_the_same_bits(
     case = Attention(seq_len=seq_len, batch=2)
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(5))
     given: dict[str, Any] = {"bias": bias, "do": case.cotangents()[0], "layout": "contiguous"}
-    grads = simulate_ring(*case.tensors().values(), 4, **given).grads
+    grads = simulate_ring(**case.tensors(), world_size=4, **given).grads
     assert grads is not None
     for found in pool(processes).run(broadcast_bias, 4, seq_len, shape):
         torch.testing.assert_close(found, grads["bias"], rtol=0, atol=0)
@@ -138,6 +139,27 @@ def test_a_process_holds_the_rows_of_its_virtual_ranks_one_after_another(pool: P
             assert rows == positions == [position for found in hosted for position in found]
             assert is_same
             assert lens[rank] == len(rows)
+
+
+def count_operations(size: int | None) -> tuple[Counter[str], Tensor]:
+    """The operations of torch in a call and its backward."""
+    case = Attention(seq_len=64, dtype=torch.bfloat16)
+    sharding = Ring(virtual_size=size).sharding(case.seq_len)
+    q, k, v = (sharding.shard(x).requires_grad_() for x in case.tensors().values())
+    for _ in range(2):
+        with torch.autograd.profiler.profile() as profile:
+            o = ring_attention(q, k, v, sharding, causal=True, deterministic=True)
+            o.backward(torch.ones_like(o))
+    return Counter(event.name for event in profile.function_events if event.name.startswith("aten::")), o.detach()
+
+
+@pytest.mark.dist
+def test_one_virtual_rank_per_process_runs_the_operations_of_a_plain_ring(pool: Pools) -> None:
+    for (found, o), (expected, plain) in zip(
+        pool(2).run(count_operations, 2), pool(2).run(count_operations, None), strict=True
+    ):
+        assert found == expected
+        assert torch.equal(o, plain)
 
 
 def differ(size: int) -> None:
