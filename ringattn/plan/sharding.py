@@ -374,10 +374,11 @@ class Sharding:
         with _propagate_errors(self._ring):
             dim = self._check_rows("x_local", x_local, dim, "shard_len", "this rank's rows, or name their dim")
             ring = self._ring_to("unshard")
-        if ring is None:
-            return self.assemble([x_local], dim)
-        self._compare(ring, "unshard", x_local, dim, self.shard_lens)
-        whole = self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
+        parts = [x_local]
+        if ring is not None:
+            self._compare(ring, "unshard", x_local, dim, self.shard_lens)
+            parts = ring.gather(x_local, dim, self.shard_lens)
+        whole = self.assemble(parts, dim)
         return whole.narrow(dim, 0, self.seq_len - self.padding) if self.padding else whole
 
     def reshard(self, x_local: Tensor, other: Sharding, dim: int = 1) -> Tensor:

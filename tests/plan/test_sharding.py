@@ -406,3 +406,9 @@ def test_a_process_that_was_forked_says_what_it_refuses(pool: Pools) -> None:
     """It cannot tell the other ranks, and must not hide what is wrong behind that."""
     for said in pool(2).run(_refuse_in_a_fork):
         assert said.startswith("ValueError: seq_len and kv_len must be from 1 to 2147483647, got 0")
+
+
+@pytest.mark.parametrize("virtual_size", [None, 2])
+def test_unshard_leaves_out_padding_on_one_process(virtual_size: int | None) -> None:
+    sharding = Ring(virtual_size=virtual_size).sharding(8).with_padding(3)
+    assert sharding.unshard(sharding.shard(torch.arange(8), 0), 0).tolist() == [0, 1, 2, 3, 4]
