@@ -234,7 +234,7 @@ def virtual_forward(
         return run_forward(q, k, v, score, plans[i], contexts[i], latents=own)[:2]
 
     found = ring.run_ranks(q.device, run)
-    return join_rows([o for o, _ in found], 1), join_rows([lse for _, lse in found], 2)
+    return cat_rows([o for o, _ in found], 1), cat_rows([lse for _, lse in found], 2)
 
 
 def virtual_backward(ring: Ring, call: BackwardCall, plans: Sequence[ExecutionPlan]) -> Gradients:
@@ -255,7 +255,7 @@ def virtual_backward(ring: Ring, call: BackwardCall, plans: Sequence[ExecutionPl
             x.copy_(total.view(x.shape))
     rounded, wide = call.q.dtype, plans[0].wide
     joined = {"dq": (1, rounded), "dk": (1, rounded), "dv": (1, rounded), "dkey_bias": (1, wide), "dbias": (2, wide)}
-    made = {name: join_rows([getattr(x, name) for x in found], *how) for name, how in joined.items()}
+    made = {name: cat_rows([getattr(x, name) for x in found], *how) for name, how in joined.items()}
     return replace(found[0], **made)
 
 
@@ -299,7 +299,7 @@ def _split(x: Tensor | None, lens: list[int], dim: int) -> Sequence[Tensor | Non
     return [x] * len(lens) if x is None or len(lens) == 1 else x.split(lens, dim)
 
 
-def join_rows(parts: list[Any], dim: int, dtype: torch.dtype | None = None) -> Any:
+def cat_rows(parts: list[Any], dim: int, dtype: torch.dtype | None = None) -> Any:
     """Return the rows of the virtual ranks of a process, or None, one after another; copying several rounds to dtype."""
     if len(parts) == 1 or parts[0] is None:
         return parts[0]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from ringattn.dispatch import join_rows
+from ringattn.dispatch import cat_rows
 from ringattn.inference import prefill
 from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.latent_weights import UpWeights, key_heads
@@ -368,7 +368,7 @@ def _run_ranks(calls: Sequence[prefill.Prefill], step: ForwardBatch, layer: int,
         k = k if rows.up is None or len(parts) == 1 else k.clone()
         return _run(calls[i], step.ranks[i], layer, rows._replace(q=q, k=k, v=v))
 
-    return join_rows(step.cache.ring.run_ranks(rows.q.device, run), 1)
+    return cat_rows(step.cache.ring.run_ranks(rows.q.device, run), 1)
 
 
 def _plan_ranks(
