@@ -109,7 +109,7 @@ def resolve(
         shares_seed = spec.dropout_p > 0 and spec.backward != "keys"
         with here.consistent_call(text, given, dropout_seed if shares_seed else 0) as agreement:
             check_call(q, k, v, spec, tensors)
-            specs = spec.of_ranks()
+            specs = spec.of_ranks() if here.is_virtual else [spec]
             calls: list[_RankCall] = [
                 (*qkv, tensors._replace(key_bias=key_bias, bias=bias))
                 for *qkv, key_bias, bias, _ in _cut(specs, q, k, v, tensors.key_bias, tensors.bias)

@@ -199,10 +199,10 @@ def resolve_call(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_call(sharding: Sharding, kv_sharding: Sharding | None, record: Mapping[str, Any]) -> str:
     """Return the text of a call with resolved options."""
-    if kv_sharding is not None and (kv_sharding.rank, kv_sharding.world_size) != (sharding.rank, sharding.world_size):
+    here, there = ((x.rank, x.world_size, len(x.virtual_shards)) for x in (sharding, kv_sharding or sharding))
+    if here != there:
         raise ValueError(
-            f"kv_sharding must be that of rank {sharding.rank} of {sharding.world_size}, like sharding, got one for rank "
-            f"{kv_sharding.rank} of {kv_sharding.world_size}; make both with the same ring"
+            f"kv_sharding must have the rank, ranks and virtual ranks of sharding, {here}, got {there}; make both with one ring"
         )
     keys = None if kv_sharding is None else kv_sharding.text
     mask = None if record["mask"] is None else record["mask"].text
