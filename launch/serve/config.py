@@ -41,7 +41,7 @@ class ServeArgs:
     served_model_name: tuple[str, ...] = ()  # Several such names, in place of --name; answers have the first.
     chat_template: str | None = None  # A file with the chat template, in place of the tokenizer's own.
     # How the model writes calls of tools; auto finds it in the chat template.
-    tool_format: Literal["auto", "hermes", "llama", "harmony", "none"] = "auto"
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "glm45", "llama", "harmony", "none"] = "auto"
     # How the model marks its reasoning, which answers have as reasoning_content: between <think> and </think>, or not at all.
     # auto finds it in the chat template; models of the format harmony have a channel for it.
     reasoning_format: Literal["auto", "think", "none"] = "auto"

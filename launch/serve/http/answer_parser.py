@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ringattn.launch.serve.http.detokenizer import partial_match
+from ringattn.launch.serve.http.xml_calls import END_TOOL_CALL, FORMS, TOOL_CALL, XmlCallReader
 
 THINK, END_THINK = "<think>", "</think>"
-TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 START, CHANNEL, CONSTRAIN, MESSAGE, END = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
 HARMONY = (START, CHANNEL, CONSTRAIN, MESSAGE, END, "<|call|>", "<|return|>")
@@ -129,22 +129,31 @@ class AnswerParser:
 
 
 class TextParser(AnswerParser):
-    """Parser of reasoning in `<think>`, and of calls in JSON, as Hermes and Qwen write them (in `<tool_call>`), or Llama 3.
+    """Parser of reasoning in `<think>`, and of calls: in JSON as Llama 3 writes them, or in `<tool_call>`, JSON or XML.
 
     Args:
         thinks: Whether an answer may begin with reasoning.
         opened: Whether the prompt has begun it.
-        call_format: "hermes" or "llama".
+        call_format: "llama", "hermes", or one of the forms of XML.
+        schemas: Schema of the arguments by the name of a function.
     """
 
     def __init__(
-        self, marks: Mapping[int, str], *, thinks: bool, opened: bool, call_format: str, **options: Any
+        self,
+        marks: Mapping[int, str],
+        *,
+        thinks: bool,
+        opened: bool,
+        call_format: str,
+        schemas: Mapping[str, Any],
+        **options: Any,
     ) -> None:
         super().__init__(marks, **options)
         self._call_format = call_format if self._most_calls else "none"
         self._state = self._think if opened else self._begin if thinks else self._content_state()
         self._trims = opened
-        self._call: CallReader | None = None
+        self._schemas = schemas
+        self._call: CallReader | XmlCallReader | None = None
 
     def _content_state(self) -> Callable[[], bool]:
         return self._begin_llama if self._call_format == "llama" else self._content
@@ -164,7 +173,7 @@ class TextParser(AnswerParser):
         return mark is not None
 
     def _content(self) -> bool:
-        text, mark = self._split([TOOL_CALL] if self._call_format == "hermes" else [])
+        text, mark = self._split([] if self._call_format in ("llama", "none") else [TOOL_CALL])
         self._say("content", text)
         if mark is not None:
             self._begin_call(mark)
@@ -184,7 +193,9 @@ class TextParser(AnswerParser):
         return True
 
     def _begin_call(self, before: str) -> None:
-        self._call, self._before_call = CallReader(), before
+        form = FORMS.get(self._call_format)
+        self._call = CallReader() if form is None else XmlCallReader(form, self._schemas)
+        self._before_call = before
         self._state = self._read_call
 
     def _read_call(self) -> bool:
@@ -206,7 +217,7 @@ class TextParser(AnswerParser):
         if call.ended:
             self._call = None
             self._close_call()
-            self._state = self._end_call if self._call_format == "hermes" else self._begin_llama
+            self._state = self._begin_llama if self._call_format == "llama" else self._end_call
         return call.ended
 
     def _drop_call(self) -> None:

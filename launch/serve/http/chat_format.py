@@ -12,6 +12,7 @@ from ringattn.launch.serve.http import answer_parser as marks
 from ringattn.launch.serve.http.answer_parser import AnswerParser, HarmonyParser, TextParser
 from ringattn.launch.serve.http.api import Chat
 from ringattn.launch.serve.http.fields import MAX_TOOLS, NamedTool, Tool, answer_grammar
+from ringattn.launch.serve.http.xml_calls import FORMS, add_calls
 from ringattn.launch.serve.tokenizer import Tokenizer
 
 TAIL = 8  # last tokens of a prompt among which its template may begin the reasoning
@@ -22,7 +23,7 @@ class ChatFormat:
     """The format of a model's answers to chats.
 
     Attributes:
-        tools: "hermes", "llama" or "harmony"; "none" where no calls are served.
+        tools: "hermes", "llama", "harmony" or a form of XML; "none" where no calls are served.
         reasoning: "think" or "harmony"; "none" where it stays a part of the content, or, in Harmony, is left out.
         specials: Texts of special tokens with the tokens.
     """
@@ -49,11 +50,14 @@ class ChatFormat:
             return None
         read = [marks.THINK, marks.END_THINK] if thinks else []
         read += [marks.TOOL_CALL, marks.END_TOOL_CALL, marks.PYTHON_TAG] if most else []
+        form = FORMS.get(self.tools)
+        read += [] if form is None or not most else [*form.key, *form.value]
         return TextParser(
             _those(found, read),
             thinks=thinks,
             opened=opened,
             call_format=self.tools,
+            schemas={tool.function.name: tool.function.parameters for tool in callable_tools},
             reasoning=body.include_reasoning,
             most_calls=most,
         )
@@ -87,19 +91,32 @@ class ChatFormat:
         """Return a text in Lark's syntax: a token where it is a special one."""
         return f"<[{self.specials[text]}]>" if text in self.specials else json.dumps(text)
 
+    @property
+    def _line(self) -> str:
+        """Line between tags, in Lark's syntax."""
+        form = FORMS.get(self.tools)
+        return '"\\n"' if form is None else form.line
+
+    @property
+    def _called(self) -> str:
+        """What follows `<tool_call>`, in Lark's syntax."""
+        return f"{self._line} call {self._line} {self._mark(marks.END_TOOL_CALL)}"
+
     def _add_text(self, grammar: Grammar, tools: Sequence[Tool], must_call: bool, several: bool, opened: bool) -> None:
-        """Add the rules of an answer with reasoning in `<think>`, and calls as Hermes or Llama write them."""
+        """Add the rules of an answer with reasoning in `<think>`, and calls in it; not those of Harmony."""
         rules = grammar.rules
         main = ["@answer"] if "answer" in grammar.parts else []
         if tools:
-            key = "parameters" if self.tools == "llama" else "arguments"
-            _add_calls(grammar, tools, '{"name": "%s", "' + key + '": ', "}")
+            if (form := FORMS.get(self.tools)) is not None:
+                add_calls(grammar, tools, form, self._mark)
+            else:
+                key = "parameters" if self.tools == "llama" else "arguments"
+                _add_calls(grammar, tools, '{"name": "%s", "' + key + '": ', "}")
             if self.tools == "llama":
                 rules.append("calls: call")
             else:
-                begin, end = self._mark(marks.TOOL_CALL), self._mark(marks.END_TOOL_CALL)
-                rules.append(f'tagged: {begin} "\\n" call "\\n" {end}')
-                rules.append('calls: tagged ("\\n" tagged)*' if several else "calls: tagged")
+                rules.append(f"tagged: {self._mark(marks.TOOL_CALL)} {self._called}")
+                rules.append(f"calls: tagged ({self._line} tagged)*" if several else "calls: tagged")
             main.append("calls")
             if not must_call and "answer" not in grammar.parts:
                 main = ["free"]
@@ -117,10 +134,9 @@ class ChatFormat:
         if self.tools == "llama":
             rules.extend(["PLAIN: /[^{](.|\\n)*/", "free: PLAIN | calls |"])
             return
-        begin, end = self._mark(marks.TOOL_CALL), self._mark(marks.END_TOOL_CALL)
-        special = marks.TOOL_CALL in self.specials
+        begin, special = self._mark(marks.TOOL_CALL), marks.TOOL_CALL in self.specials
         rules.append(f"head: TEXT {begin}" if special else f"head[lazy]: TEXT {begin}")
-        rules.extend([f'said: head "\\n" call "\\n" {end}', "free: said* TEXT"])
+        rules.extend([f"said: head {self._called}", "free: said* TEXT"])
 
     def _add_harmony(self, grammar: Grammar, tools: Sequence[Tool], must_call: bool) -> None:
         """Add the rules of messages of GPT-OSS, the first of which the prompt has begun."""
@@ -184,8 +200,11 @@ def _tools_of(template: str) -> str:
     """Return the format of calls that a chat template writes."""
     if marks.CHANNEL in template and marks.MESSAGE in template:
         return "harmony"
-    # Qwen3-Coder and GLM 4.5 write XML between these tags
-    if marks.TOOL_CALL in template and not ("<function=" in template or "<arg_key>" in template):
+    if marks.TOOL_CALL in template:
+        if "<arg_key>" in template:
+            return "glm45"
+        if "<function=" in template:
+            return "qwen3_coder" if "<parameter=" in template else "none"
         return "hermes"
     if marks.PYTHON_TAG in template or ("ipython" in template and '"parameters"' in template):
         return "llama"

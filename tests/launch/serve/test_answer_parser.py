@@ -13,12 +13,26 @@ from ringattn.launch.serve.http.answer_parser import AnswerParser, CallReader, H
 from ringattn.launch.serve.http.chat_format import chat_format
 from tests.support.serving import Letters
 
+SCHEMAS = {
+    "f": {
+        "properties": {
+            "i": {"type": "integer"},
+            "b": {"type": "boolean"},
+            "o": {"$ref": "#/$defs/o"},
+            "s": {"type": "string"},
+            "n": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+        "$defs": {"o": {"type": "object", "properties": {"o": {"$ref": "#/$defs/o"}}}},
+    },
+    "g": {"additionalProperties": {"type": "string"}},
+}
+
 
 def parser(name: str, **options: Any) -> AnswerParser:
     options = {"most_calls": 9, **options}
     if name == "harmony":
         return HarmonyParser({}, **options)
-    return TextParser({}, **{"thinks": True, "opened": False, "call_format": name, **options})
+    return TextParser({}, **{"thinks": True, "opened": False, "call_format": name, "schemas": SCHEMAS, **options})
 
 
 def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
@@ -147,6 +161,61 @@ READ: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def xml(name: str, *arguments: tuple[str, str], lines: bool = True) -> dict[str, str]:
+    """A call as Qwen3-Coder and as GLM write it, with lines as GLM 4.5 or without as 4.7."""
+    line = "\n" * lines
+    qwen = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments]
+    glm = [f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}" for key, value in arguments]
+    return {
+        "qwen3_coder": f"<tool_call>\n<function={name}>\n{''.join(qwen)}</function>\n</tool_call>",
+        "glm45": f"<tool_call>{name}{line}{''.join(glm)}</tool_call>",
+    }
+
+
+# arguments as they are written, and their JSON
+TYPED: list[tuple[str, list[tuple[str, str]], str]] = [
+    ("f", [("i", "12"), ("b", "true"), ("o", '{"a": ["</b>"]}')], '{"i": 12, "b": true, "o": {"a": ["</b>"]}}'),
+    ("f", [("b", "False"), ("i", "many"), ("i", "1" * 5000)], '{"b": false, "i": "many", "i": "' + "1" * 5000 + '"}'),
+    ("f", [("s", "12"), ("n", "12"), ("n", "null")], '{"s": "12", "n": "12", "n": null}'),
+    (
+        "f",
+        [("s", '\n if a < b:\n\t"é\\" \n'), ("s", "")],
+        json.dumps({"s": '\n if a < b:\n\t"é\\" \n'}, ensure_ascii=False)[:-1] + ', "s": ""}',
+    ),
+    ("g", [("x", "12"), ("y y", "{}")], '{"x": "12", "y y": "{}"}'),
+    ("other", [("x", "12"), ("y", "text"), ("z", "NaN")], '{"x": 12, "y": "text", "z": "NaN"}'),
+    ("f", [], "{}"),
+]
+for name, arguments, found in TYPED:
+    for lines in (True, False):
+        READ += [
+            (form, call, {}, {"content": None, "tool_calls": [(name, found)]})
+            for form, call in xml(name, *arguments, lines=lines).items()
+        ]
+for form in xml(""):
+    one, two = (xml(name, ("s", "x"))[form] for name in "fg")
+    thought = f"<think>{one}</think>\n\nSo:\n{one}\n{two}"
+    both = [("f", '{"s": "x"}'), ("g", '{"s": "x"}')]
+    READ += [
+        (form, thought, {}, {"content": "So:", "reasoning_content": one, "tool_calls": both}),
+        (form, one + two, {"most_calls": 1}, {"content": None, "tool_calls": both[:1]}),
+        (form, one, {"most_calls": 0}, {"content": one}),
+        (form, "<tool_call>f(1)</tool_call>", {}, {"content": "<tool_call>f(1)</tool_call>"}),
+        (form, '<tool_call>{"name": "f"}', {}, {"content": '<tool_call>{"name": "f"}'}),
+        (form, one[: one.index("x") + 1], {}, {"content": None, "tool_calls": [("f", '{"s": "x')]}),
+    ]
+READ += [
+    # what models leave out
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=s>a</parameter></tool_call> and",
+        {},
+        {"content": "and", "tool_calls": [("f", '{"s": "a"}')]},
+    ),
+    ("qwen3_coder", "<tool_call>\n<function", {}, {"content": "<tool_call>\n<function"}),
+]
+
+
 @pytest.mark.parametrize(("name", "text", "options", "message"), READ)
 def test_a_message_does_not_depend_on_how_its_text_is_cut(name, text, options, message):
     assert read(name, text, **options) == message
@@ -154,10 +223,18 @@ def test_a_message_does_not_depend_on_how_its_text_is_cut(name, text, options, m
         assert read(name, text, seed, **options) == message
 
 
-def test_arguments_come_as_they_are_written():
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "'),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\n"),
+        ("glm45", "<tool_call>f\n<arg_key>s</arg_key><arg_value>"),
+    ],
+)
+def test_arguments_come_as_they_are_written(name, begin):
     """A call that writes a long file is no silence."""
-    found = parser("hermes")
-    found.push('<tool_call>{"name": "f", "arguments": {"text": "')
+    found = parser(name)
+    found.push(begin)
     for piece in ("one", "two", "three"):
         assert found.push(piece) == [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}]
 
@@ -188,8 +265,10 @@ def test_a_reader_of_calls_takes_any_json():
 TEMPLATES = [
     ("{{ tools }}<tool_call>\n{{ x }}</tool_call>", "hermes", "none"),
     ("<tool_call>{% if '</think>' in content %}", "hermes", "think"),
+    ("<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>", "qwen3_coder", "none"),
+    ("<think>{{ x }}</think><tool_call>{{ name }}<arg_key>", "glm45", "think"),
     ("<tool_call>\n<function=name>", "none", "none"),
-    ("<tool_call>{{ name }}<arg_key>", "none", "none"),
+    ("<seed:tool_call>\n<function=name>\n<parameter=key>", "none", "none"),
     ("Environment: ipython {{ '<|python_tag|>' }}", "llama", "none"),
     ('ipython {"name": function name, "parameters": {}}', "llama", "none"),
     ("[func_name1(params_name1=params_value1)]", "none", "none"),
