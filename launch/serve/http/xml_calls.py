@@ -303,13 +303,13 @@ def _add_argument(
         value = f"@{rule}_json {json.dumps(form.pad) if form.pad else ''} {end}"
     else:
         try:
-            texts = set(_raw_texts(schema, root, tool.function.strict, set()))
+            texts = set(_raw_texts(schema, root, tool.function.strict, "\\n" if form.pad else "", set()))
         except ValueError as error:
             what = f"strict must be left out of {tool.function.name}, whose calls are XML, for {error} of {key}"
             raise RequestError(400, f"{what}; or leave the keyword out, and give it one type", "tools") from None
         pattern = TEXT[1:-1]
         if pattern not in texts:
-            pattern = f"({'|'.join(sorted(texts))})" + ("\\n?" if form.pad else "")
+            pattern = "|".join(sorted(texts))
         # a token ends any text; a tag ends it where it comes first
         ends = f": /{pattern}/ {end}" if end.startswith("<[") else f"[suffix={end}]: /{pattern}/"
         grammar.rules.append(f"{rule}_text{ends}")
@@ -317,8 +317,8 @@ def _add_argument(
     grammar.rules.append(f"{rule}: {before} {value} {form.line}")
 
 
-def _raw_texts(schema: Any, root: Any, strict: bool, seen: set[str]) -> Iterator[str]:
-    """Yield patterns of a value that may be a string, without quotes; `seen` are references that have theirs.
+def _raw_texts(schema: Any, root: Any, strict: bool, pad: str, seen: set[str]) -> Iterator[str]:
+    """Yield patterns of a value that may be a string, without quotes and before `pad`; `seen` are references that have theirs.
 
     Raises:
         ValueError: strict, and this is a keyword that a pattern cannot follow, or a type that is none of text.
@@ -327,23 +327,24 @@ def _raw_texts(schema: Any, root: Any, strict: bool, seen: set[str]) -> Iterator
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in seen:
             seen.add(reference)
-            yield from _raw_texts(_resolve(reference, root), root, strict, seen)
+            yield from _raw_texts(_resolve(reference, root), root, strict, pad, seen)
         return
     if strict and (unknown := sorted(schema.keys() - _FOLLOWED)):
         raise ValueError(unknown[0])
     values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     if values:
-        yield from (_escaped(x if isinstance(x, str) else json.dumps(x)) for x in values)
+        yield from (_escaped(x if isinstance(x, str) else json.dumps(x)) + pad for x in values)
         return
     if options := [one for name in _ALTERNATIVES for one in _list(schema.get(name))]:
         for one in options:
-            yield from _raw_texts(one, root, strict, seen)
+            yield from _raw_texts(one, root, strict, pad, seen)
         return
     for kind in sorted(allowed_types(schema, root, {})):
         if kind == "string":
-            yield _bounded(schema.get("minLength"), schema.get("maxLength"))
+            text = _bounded(schema.get("minLength"), schema.get("maxLength"))
+            yield text if text == TEXT[1:-1] or not pad else f"{text}({pad})?"
         elif kind in ("boolean", "null"):
-            yield "null" if kind == "null" else "true|false"
+            yield f"null{pad}" if kind == "null" else f"(true|false){pad}"
         elif strict:
             raise ValueError(f"type {kind} beside string")
         else:

@@ -364,7 +364,7 @@ def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
 
 
-@pytest.mark.parametrize("tool_format", ["hermes", "llama", "harmony"])
+@pytest.mark.parametrize("tool_format", ["hermes", "qwen3_coder", "glm45", "llama", "harmony"])
 def test_required_calls_are_calls_of_the_tools_whatever_the_model_would_say(tool_format):
     """The parser of a format reads what its grammar writes."""
     no_thoughts = {"2": -100} if tool_format != "harmony" else {"5": 100, "4": 5}
@@ -385,7 +385,76 @@ def test_required_calls_are_calls_of_the_tools_whatever_the_model_would_say(tool
         served.assert_idle()
 
 
+XML_TOOL = function(
+    "write",
+    {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "minLength": 2, "maxLength": 4},
+            "kind": {"$ref": "#/$defs/kind"},
+            "maybe": {"anyOf": [{"enum": ["x/y", 'a"\n']}, {"type": "null"}]},
+            "size": {"type": "integer", "minimum": 3, "maximum": 5},
+        },
+        "required": ["text", "maybe"],
+        "$defs": {"kind": {"type": "array", "items": {"$ref": "#/$defs/one"}, "maxItems": 2}, "one": {"type": "null"}},
+    },
+    strict=True,
+)
+
+
+class GlmTokens(Marked):
+    """The tags of a form of XML are special tokens."""
+
+    special_texts: Mapping[int, str] = dict(
+        enumerate(("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), 1)
+    )
+
+
+@pytest.mark.parametrize("tool_format", ["qwen3_coder", "glm45"])
+def test_grammars_of_xml_follow_schemas_of_texts_without_quotes(tool_format):
+    with FakeServer(Noise(pages=8000), tokenizer=Marked(), tool_format=tool_format) as served:
+        choices = post(served, tools=[XML_TOOL], tool_choice="required", n=8, max_tokens=3000, seed=1).json()["choices"]
+        for choice in choices:
+            for name, text in calls_of(choice):
+                found = json.loads(text)
+                assert (name, {"text", "maybe"} <= found.keys() <= {"text", "kind", "maybe", "size"}) == ("write", True)
+                assert 2 <= len(found["text"]) <= 4
+                assert found["maybe"] in ("x/y", 'a"\n', None)
+                assert found.get("size", 3) in (3, 4, 5)
+                assert found.get("kind", []) in ([], [None], [None, None])
+        free = function("any", {"type": "object"})
+        [choice] = post(served, tools=[free], tool_choice="required", max_tokens=150, seed=2).json()["choices"]
+        assert calls_of(choice)[0][0] == "any"
+        refused: list[tuple[dict[str, Any], str]] = [
+            (
+                {"s": {"type": "string", "pattern": "^a"}},
+                "strict must be left out of f, whose calls are XML, for pattern of s",
+            ),
+            ({"s": {"type": ["string", "object"]}}, "for type object beside string of s"),
+            ({"a<b": {"type": "integer"}}, "parameters of f must have names without spaces around them"),
+        ]
+        for properties, message in refused:
+            found = post(served, tools=[function("f", {"properties": properties}, strict=True)])
+            assert found.status_code == 400
+            assert message in found.json()["error"]["message"]
+        served.assert_idle()
+
+
+def test_tags_that_are_special_tokens_are_these_tokens_in_grammars_and_answers():
+    tokenizer = GlmTokens()
+    script = "<tool_call>write<arg_key>text</arg_key><arg_value>a<b</arg_value>"
+    script += "<arg_key>maybe</arg_key><arg_value>x/y</arg_value></tool_call>"
+    with FakeServer(Script(tokenizer.tokens(script)), tokenizer=tokenizer, tool_format="glm45") as served:
+        for choice in ("auto", "required"):
+            [found] = post(served, tools=[XML_TOOL], tool_choice=choice, temperature=0).json()["choices"]
+            assert calls_of(found) == [("write", '{"text": "a<b", "maybe": "x/y"}')]
+
+
 CALLS = {
+    "qwen3_coder": "I look.\n<tool_call>\n<function=look>\n<parameter=size>\n1\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+    "glm45": "I look.\n<tool_call>look\n<arg_key>size</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+    "<tool_call>stop\n</tool_call>",
     "hermes": 'I look.\n<tool_call>\n{"name": "look", "arguments": {"size": 1}}\n</tool_call>\n'
     '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
     "llama": '{"name": "look", "parameters": {"size": 1}}; {"name": "stop", "parameters": {}}',
