@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
@@ -34,6 +34,8 @@ from ringattn.launch.serve.http.metrics import Metrics
 from ringattn.launch.serve.messages import GRAMMAR, NOT_FINITE, TIME_LIMIT, NewRequest, Prompt, Settings, Submit, encode
 from ringattn.launch.serve.prefix_cache import prefix_digests
 from ringattn.launch.serve.tokenizer import ChatTemplateError, TextTooLongError, Tokenizer
+
+T = TypeVar("T")
 
 BODY_S = 60.0  # seconds in which a body must have come
 SHORT_BYTES = 2**16  # bytes of a body that is tokenized beside long ones, and does not count as waiting
@@ -220,18 +222,9 @@ class CompletionHandler:
 
     async def _tokenized(self, prepare: Future[Prepared], field: str) -> Prepared:
         """Wait for the tokenizer; raise RequestError when the time of the request is over, or its body is refused."""
-        tokenized = asyncio.wrap_future(prepare)
-        tokenized.add_done_callback(lambda one: one.cancelled() or one.exception())  # which nobody may wait for by then
+        what = f"the request waited for the tokenizer until its time of {self._args.time_limit:.0f} s was over"
         try:
-            # not wait_for, which before Python 3.12 loses a cancellation that comes with the result
-            done, _ = await asyncio.wait({tokenized}, timeout=self._args.time_limit)
-        finally:
-            tokenized.cancel()
-        if not done:
-            what = f"the request waited for the tokenizer until its time of {self._args.time_limit:.0f} s was over"
-            raise RequestError(503, f"{what}; ask for less, or try later", code=TIME_LIMIT)
-        try:
-            return tokenized.result()
+            return await _in_time(prepare, self._args.time_limit, f"{what}; ask for less, or try later")
         except ChatTemplateError as error:
             raise RequestError(400, ascii_only(str(error))[:500], field) from None
         except TextTooLongError as error:
@@ -249,17 +242,10 @@ class CompletionHandler:
             compiler.compile(submit.grammar)
             return encode(submit)
 
-        compiled = asyncio.wrap_future(self._compiling.submit(compile_and_encode))
-        compiled.add_done_callback(lambda one: one.cancelled() or one.exception())
+        what = f"the format of the answer must compile in {GRAMMAR_S:g} s, its wait for others included"
         try:
-            done, _ = await asyncio.wait({compiled}, timeout=GRAMMAR_S)
-        finally:
-            compiled.cancel()
-        if not done:
-            what = f"the format of the answer must compile in {GRAMMAR_S:g} s, its wait for others included"
-            raise RequestError(503, f"{what}; ask for a simpler one, or try later", code=TIME_LIMIT)
-        try:
-            return compiled.result()
+            compiled = self._compiling.submit(compile_and_encode)
+            return await _in_time(compiled, GRAMMAR_S, f"{what}; ask for a simpler one, or try later")
         except GrammarError as error:
             what = f"the format of the answer must compile, got: {ascii_only(str(error))}"
             raise RequestError(400, what[:500], code=GRAMMAR) from None
@@ -367,6 +353,20 @@ class CompletionHandler:
             what = f"prompt and max_tokens must fit into {whole} tokens, got {prompt} + {asked} = {prompt + asked}"
             raise RequestError(400, what, "max_tokens", "context_length_exceeded")
         return asked
+
+
+async def _in_time(work: Future[T], seconds: float, late: str) -> T:
+    """Return what a thread returns; raise RequestError, with `late`, if it takes longer."""
+    waited = asyncio.wrap_future(work)
+    waited.add_done_callback(lambda one: one.cancelled() or one.exception())  # which nobody may wait for by then
+    try:
+        # not wait_for, which before Python 3.12 loses a cancellation that comes with the result
+        done, _ = await asyncio.wait({waited}, timeout=seconds)
+    finally:
+        waited.cancel()
+    if not done:
+        raise RequestError(503, late, code=TIME_LIMIT)
+    return waited.result()
 
 
 async def _stream(requests: OpenRequests, writer: ResponseWriter, send: Send) -> bytes:
