@@ -37,13 +37,14 @@ from ringattn.ring_registry import RINGS, get_ring
 from ringattn.transport.base import Buffers, RingContext, SelectedTransport, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.consensus import GIVE_THE_SAME, RankConsensus
+from ringattn.transport.copy_engine.peer_reads import PeerReads
 from ringattn.transport.gpu_sharing import ranks_per_gpu, sm_margin_of
 from ringattn.transport.local import LocalTransport
 from ringattn.transport.lockstep import Lockstep, LockstepTransport
 from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
 from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.row_collectives import exchange_rows, gather_rows, post_gather
-from ringattn.transport.select import TRANSPORTS, choose, choose_reducer, group_by_host
+from ringattn.transport.select import TRANSPORTS, choose, choose_peer_reads, choose_reducer, group_by_host
 from ringattn.transport.timeout import BoundedWait, EventPair, record_events
 
 MOST_SHARDINGS = 64
@@ -464,6 +465,11 @@ class Ring:
                 has come here, beside what is enqueued later; the wait is one of the current stream at that time.
         """
         return post_gather(x, out, self.rank, self._group_name)
+
+    def peer_reads(self, device: torch.device) -> PeerReads | str:
+        """Return reads of constant tensors of all ranks by copy engine, or why there are none. Every rank must call it."""
+        self.init_transport(device)
+        return choose_peer_reads(self._choice, self.context)
 
     def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Return the rows that all ranks send to this one, in rank order; differentiable. Every rank must call it.

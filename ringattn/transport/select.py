@@ -14,6 +14,7 @@ import torch
 from ringattn.plan.ring_plan import Nodes
 from ringattn.transport.base import RingContext, SelectedTransport, Transport
 from ringattn.transport.consensus import RankConsensus
+from ringattn.transport.copy_engine.peer_reads import PeerReads
 from ringattn.transport.copy_engine.symmetric_memory import Memory
 from ringattn.transport.gpu_sharing import SHARE, may_share_gpus, ranks_per_gpu, sm_margin_of
 from ringattn.transport.process_group import name_part
@@ -239,3 +240,15 @@ def choose_reducer(
             return context.transport.one_shot(consensus, why)
         why = missing
     return ProcessGroupReducer(consensus, bounded_wait, why)
+
+
+def choose_peer_reads(choice: SelectedTransport, context: RingContext) -> PeerReads | str:
+    """Return reads of constant tensors of all ranks, or why a ring with this transport has none; the same on all ranks."""
+    if context.nodes is not None:
+        return f"a ring of {len(context.nodes)} nodes"
+    if choice.name != "copy_engine":
+        return str(choice)
+    from ringattn.transport.copy_engine.transport import CopyEngineTransport
+
+    assert isinstance(context.transport, CopyEngineTransport), "the copy engine was chosen"
+    return context.transport.peer_reads()

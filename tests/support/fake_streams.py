@@ -20,7 +20,7 @@ from torch import Tensor
 from ringattn.transport.copy_engine.streams import Copy, Op, Wait, Write, Write64
 from ringattn.transport.copy_engine.symmetric_memory import Region
 
-MAIN, COPY, FLAG, OTHER = range(1, 5)
+MAIN, COPY, FLAG, READ, OTHER = range(1, 6)
 """Lanes of a rank; the last is nobody's."""
 
 
@@ -177,6 +177,7 @@ class FakeStreams:
 
     copy_stream = COPY
     flag_stream = FLAG
+    read_stream = READ
 
     def __init__(self, world: World, rank: int) -> None:
         self.world = world

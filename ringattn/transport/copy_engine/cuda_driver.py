@@ -157,6 +157,7 @@ class CudaStreams:
         # torch reuses its streams: one that a caller waits on could not run a rescue
         self.copy_stream: int = self._own_stream(min(highest + 1, lowest))
         self.flag_stream: int = self._own_stream(min(highest + 1, lowest))
+        self.read_stream: int = self._own_stream(lowest)
         self._capture_stream = self._own_stream(lowest)
         self._rescue_stream = self._own_stream(highest)
         self._pairs = self._writes_pairs()
@@ -259,9 +260,8 @@ class CudaStreams:
 
     def __del__(self) -> None:
         # the driver lets what is in flight finish
-        for stream in (
-            getattr(self, name, None) for name in ("copy_stream", "flag_stream", "_capture_stream", "_rescue_stream")
-        ):
+        names = ("copy_stream", "flag_stream", "read_stream", "_capture_stream", "_rescue_stream")
+        for stream in (getattr(self, name, None) for name in names):
             if stream is not None:
                 self._cu.cuStreamDestroy_v2(stream)
         if getattr(self, "_event", None) is not None:

@@ -54,10 +54,11 @@ Program = Any
 
 
 class Streams(Protocol):
-    """Streams of a device: `main()` is the caller's; `copy_stream` and `flag_stream` belong to the ring."""
+    """Streams of a device: `main()` is the caller's; `copy_stream`, `flag_stream` and `read_stream` belong to the ring."""
 
     copy_stream: int
     flag_stream: int
+    read_stream: int
 
     def main(self) -> int:
         """Return the caller's current stream."""

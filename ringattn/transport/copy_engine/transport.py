@@ -24,6 +24,7 @@ from ringattn.transport.copy_engine.grad_return import CombinedPrograms, GradRet
 from ringattn.transport.copy_engine.graph_cache import CachedCall
 from ringattn.transport.copy_engine.kv_gather import GatherPrograms
 from ringattn.transport.copy_engine.peer_buffers import padded
+from ringattn.transport.copy_engine.peer_reads import PeerReads
 from ringattn.transport.copy_engine.send_recv import SendRecvPrograms, send_recv_programs
 from ringattn.transport.copy_engine.streams import Program, Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory
@@ -65,6 +66,10 @@ class CopyEngineTransport(RankBuffers, Transport):
 
     def kv_gather(self) -> CopyEngineTransport:  # noqa: D102
         return self
+
+    def peer_reads(self) -> PeerReads:
+        """Return new reads of constant tensors of the ranks of this node."""
+        return PeerReads(self.streams, self._memory)
 
     def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:  # noqa: D102
         remote_capacity = self._remote_buffers[0].num_bytes if self._remote_buffers else 0

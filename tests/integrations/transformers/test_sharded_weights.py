@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 
@@ -22,10 +24,14 @@ from ringattn.integrations.transformers.model_forward import SHARDED
 from ringattn.integrations.transformers.sharded_weights import load, shard
 from ringattn.integrations.transformers.sharded_weights.layer_gather import LayerGather
 from ringattn.integrations.transformers.sharded_weights.plan import Slot, plan_weights
-from ringattn.integrations.transformers.sharded_weights.slices import Slice
+from ringattn.integrations.transformers.sharded_weights.slices import Slice, slice_width
 from ringattn.sizing.memory import REPLICATED_ROWS
+from ringattn.transport.copy_engine.peer_reads import PeerReads
+from ringattn.transport.copy_engine.streams import Copy
+from ringattn.transport.copy_engine.symmetric_memory import Region
 from tests.integrations.transformers.models import tokens
 from tests.integrations.transformers.test_decode_compile import compare_little
+from tests.support.fake_streams import FakeMemory, FakeStreams, World
 from tests.support.graph_recorder import Reruns
 from tests.support.pool import Pools
 
@@ -159,6 +165,122 @@ def test_answers_equal_those_of_whole_weights(pool: Pools, kind: str, world_size
             assert (gathered > 0) == (least_rows == GATHERED)
 
 
+class _SharedFiles:
+    """`Memory` of ranks that are processes: each region is a file per rank, which all map."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.regions = folder, list[Region]()
+
+    def region(self, num_bytes: int, what: str) -> Region:
+        paths = [f"{self.folder}/{what}.{rank}" for rank in range(dist.get_world_size())]
+        parts = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
+        self.regions.append(Region(parts[dist.get_rank()], tuple(x.data_ptr() for x in parts), parts))
+        return self.regions[-1]
+
+    def barrier(self, what: str) -> None:
+        del what
+        dist.barrier()
+
+
+class _AtOnce:
+    """`Streams` of a device that executes copies as they are enqueued."""
+
+    read_stream = 0
+
+    def main(self) -> int:
+        return 0
+
+    def order(self, first: int, then: int) -> None: ...
+
+    def compile(self, ops: list[Copy]) -> list[Copy]:
+        return ops
+
+    def launch(self, program: list[Copy], stream: int) -> None:
+        for op in program:
+            for row in range(op.rows):
+                ctypes.memmove(op.target + row * op.target_pitch, op.source + row * op.source_pitch, op.width)
+
+
+def read_by_copy_engine(kind: str, folder: str) -> tuple[list[list[int]], bool]:
+    """Tokens of a model that gathers slices out of its peers' memory, and whether slices of layers are there alone."""
+    memory, streams = _SharedFiles(folder), _AtOnce()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "choose_reads", lambda *_: PeerReads(streams, memory))  # pyright: ignore[reportArgumentType]
+        patch.setattr(shard, "rows_to_gather", lambda plan: 9)
+        ring, model = Ring(), make(kind)
+        shard_weights(model, ring)
+    weights: Any = SHARDED[model]
+    regions = {region.local.untyped_storage().data_ptr() for region in memory.regions}
+    slots = [slot for layer in weights.gather._layers for slot in layer]
+    once = all(slot.weight.untyped_storage().data_ptr() in regions for slot in slots)
+    found = []
+    for call in calls():
+        with RingCache(model, ring, max_tokens=64, batch=2, page_size=4) as cache:
+            found.append(model.generate(**call, past_key_values=cache).tolist())
+    ring.close()
+    return found, once
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt_oss"])
+def test_slices_in_memory_that_peers_read_answer_alike_and_are_stored_once(
+    pool: Pools, kind: str, tmp_path: Any
+) -> None:
+    expected = [x.tolist() for x in alone(kind)]
+    assert pool(2).run(read_by_copy_engine, kind, str(tmp_path)) == [(expected, True)] * 2
+
+
+class _Place:
+    """In place of a ring: a rank of it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+
+def _slot(mine: Tensor, cut: Slice) -> Slot:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(mine, requires_grad=False)
+    return Slot(module, "weight", cut)
+
+
+def read_in_any_order(seed: int, one_queue: bool) -> list[bool]:
+    """Gather layers of unequal sizes on three ranks, in three calls; whether each weight was whole when it was used."""
+    torch.manual_seed(seed)
+    ranks, found, gathers = 3, list[bool](), dict[int, LayerGather]()
+    # dim, columns and parts; some ranks have few columns or none
+    cuts = [Slice(d, n, slice_width(n, ranks), parts) for d, n, parts in ((0, 20, 1), (1, 6, 1), (2, 5, 2), (0, 10, 2))]
+    whole = [[(torch.randn(20, 6, 10), cut) for cut in cuts[: 4 - layer % 3]] for layer in range(5)]
+    world = World(ranks, seed)
+    world.shared = one_queue
+    streams = [FakeStreams(world, rank) for rank in range(ranks)]
+
+    def share(rank: int) -> None:
+        layers = [[_slot(cut.cut(x, rank), cut) for x, cut in weights] for weights in whole]
+        reads, ring = PeerReads(streams[rank], FakeMemory(world, rank)), _Place(rank, ranks)
+        gathers[rank] = LayerGather(layers, ring, reads)  # pyright: ignore[reportArgumentType]
+
+    def forward(rank: int, ends: int) -> None:
+        with gathers[rank].gather_ahead():
+            for layer, weights in enumerate(whole[:ends]):
+                for index, (expected, _) in enumerate(weights):
+                    x = gathers[rank].whole(layer, index)
+                    streams[rank].call(lambda x=x, expected=expected: found.append(torch.equal(x, expected)))
+
+    world.hosts(share)
+    # a call that ends early leaves nothing behind
+    for ends in (5, 2, 5):
+        world.hosts(lambda rank, ends=ends: forward(rank, ends))
+    world.drain()
+    return found
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_slices_that_peers_read_are_whole_weights_in_any_interleaving(one_queue: bool) -> None:
+    for seed in range(6):
+        assert read_in_any_order(seed, one_queue) == [True] * 3 * (16 + 7 + 16), seed
+
+
 def from_folder(folder: str) -> tuple[list[int], int, int, int]:
     """Tokens of a loaded model, the bytes that this rank stores, those that it read, and the most that it read at a time."""
     register()
@@ -279,6 +401,12 @@ def refusals() -> list[str]:
             shard_weights(model, ring)
         except NotImplementedError as error:
             found.append(str(error))
+    for way, error in (("copy_engine", RuntimeError), ("nccl", ValueError)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(shard.GATHER, way)
+            with pytest.raises(error) as refusal:
+                shard_weights(make("llama"), ring)
+        found.append(str(refusal.value))
     shard_weights(llama, ring)
     for call in (lambda: llama(input_ids=tokens(5)), lambda: copy.deepcopy(llama)):
         try:
@@ -290,10 +418,12 @@ def refusals() -> list[str]:
 
 
 def test_modules_that_cannot_be_sliced_and_calls_without_a_cache_are_refused_by_name(pool: Pools) -> None:
-    for linear, conv, call, copied in pool(2).run(refusals):
+    for linear, conv, engine, way, call, copied in pool(2).run(refusals):
         assert "got model.layers.1.mlp.gate_proj" in linear or "got model.layers.1.mlp.down_proj.weight" in linear
         assert "of Quantised, which cannot be sliced; use whole weights" in linear
         assert "got transformer.h.0.mlp.c_fc.weight, (40, 160) torch.float32 of Conv1D, which cannot be sliced" in conv
+        assert "RINGATTN_WEIGHT_GATHER=copy_engine must have GPUs of one host that reach each other" in engine
+        assert "RINGATTN_WEIGHT_GATHER must be one of ('auto', 'all_gather', 'copy_engine'), got 'nccl'" in way
         assert "must be called with a step of a cache of its ring, by RingCache or run_step" in call
         assert "must be copied or saved whole before its weights are sharded" in copied
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ class Forwards:
         """Linear layers of one input: the first that is called computes the columns of all, which one exchange gathers."""
         slots, linears, rank = part.slots, [slot.module for slot in part.slots], self._ring.rank
         widths, columns = [s.slice.width for s in slots], [s.slice.columns for s in slots]
-        packed = torch.cat([slot.weight.data for slot in slots])
+        packed = _packed([slot.weight.data for slot in slots])
         for slot, mine in zip(slots, packed.split(widths), strict=True):
             slot.weight.data = mine
         bias = _packed_bias(slots, rank)
@@ -272,6 +272,17 @@ def _column_parallel(slot: Slot, rank: int) -> ColumnParallelLinear:
     bias = _bias(slot)
     biases = () if bias is None else slot.slice.cut(bias.data, rank).split(slot.slice.width)
     return ColumnParallelLinear(slot.weight.data.split(slot.slice.width), biases)
+
+
+def _packed(slices: Sequence[Tensor]) -> Tensor:
+    """Return matrices with equally many columns as one: a view where they lie one behind the other, as where peers read them."""
+    first, rows = slices[0], sum(len(x) for x in slices)
+    ends = accumulate((x.nbytes for x in slices), initial=first.data_ptr())
+    storage = first.untyped_storage().data_ptr()
+    for x, begin in zip(slices, ends, strict=False):
+        if x.untyped_storage().data_ptr() != storage or x.data_ptr() != begin:
+            return torch.cat(list(slices))
+    return first.as_strided((rows, first.shape[1]), first.stride())
 
 
 def _packed_bias(slots: Sequence[Slot], rank: int) -> Tensor | None:

@@ -5,6 +5,12 @@ Note [Two buffers]
     of layer i + 1, whose buffer layer i - 1 has read before: on a GPU a side stream waits for the current one, and transfers while
     the layer computes. Weights that are sliced along their first dim arrive where they are read. Others arrive in a staging buffer
     of at most STAGING bytes, piece by piece, and are copied to their columns on the side stream. Nothing of it is captured.
+
+Note [Slices that peers read]
+    With `PeerReads` a layer's slices live in one region of symmetric memory. Each rank copies those of all ranks to their columns,
+    without staging and SMs, beginning with the next rank's, so that ranks read from different peers. Slices do not change: one
+    barrier after loading is the whole protocol between ranks. A rank may end early, because memory lives as long as a peer maps it.
+    Nothing waits for a peer, so the watchdog has nothing to observe.
 """
 
 from __future__ import annotations
@@ -18,6 +24,8 @@ from torch import Tensor
 
 from ringattn.integrations.transformers.sharded_weights.plan import Slot
 from ringattn.ring import Ring
+from ringattn.transport.copy_engine.peer_reads import PeerReads
+from ringattn.transport.copy_engine.streams import Copy, Program
 
 STAGING = 2**28
 """Most bytes of all ranks' slices that arrive at a time where they must be copied to their columns."""
@@ -31,14 +39,15 @@ class LayerGather:
     Args:
         layers: The weights of each layer, sliced.
         ring: The ranks that hold the slices.
+        reads: Where given, slices move into memory that all ranks reach, and are read by copy engine; else they are all-gathered.
 
     Attributes:
         active: A call of the model that reads gathered weights is running.
         gathered: Number of layers that were gathered so far.
     """
 
-    def __init__(self, layers: list[list[Slot]], ring: Ring) -> None:
-        self._layers, self._ring = layers, ring
+    def __init__(self, layers: list[list[Slot]], ring: Ring, reads: PeerReads | None = None) -> None:
+        self._layers, self._ring, self._reads = layers, ring, reads
         self._device = layers[0][0].weight.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         offsets, self.buffer_bytes = [], 0
@@ -55,6 +64,24 @@ class LayerGather:
         self._posted: dict[int, torch.cuda.Event | None] = {}
         self._entered = -1
         self.active, self.gathered = False, 0
+        self._programs: dict[int, Program] = {}
+        self._addresses = [] if reads is None else self._share(reads)
+
+    def _share(self, reads: PeerReads) -> list[list[tuple[int, ...]]]:
+        """Move the slices into memory that all ranks reach, and return the addresses by layer, slot and rank."""
+        found: list[list[tuple[int, ...]]] = []
+        for number, slots in enumerate(self._layers):
+            addresses: list[tuple[int, ...]] = []
+            shared = reads.share([slot.weight.data for slot in slots], f"slices of layer {number}")
+            for slot, (mine, of_ranks) in zip(slots, shared, strict=True):
+                slot.weight.data = mine
+                addresses.append(of_ranks)
+            found.append(addresses)
+            if self._device.type == "cuda":
+                # for the next region, which torch's allocator does not make
+                torch.cuda.empty_cache()
+        reads.begin("slices")
+        return found
 
     def allocate(self) -> None:
         """Allocate the buffers, once: before a cache takes the memory that is left."""
@@ -109,6 +136,12 @@ class LayerGather:
     def _post(self, layer: int) -> None:
         """Begin to gather a layer; every rank posts the same ones in the same order."""
         self.gathered += 1
+        if self._reads is not None:
+            if layer not in self._programs:
+                self._programs[layer] = self._reads.compile(self._copies(layer))
+            self._pending[layer] = [self._reads.start(self._programs[layer])]
+            self._posted[layer] = None
+            return
         if self._stream is None:
             self._pending[layer] = [
                 step for index in range(len(self._layers[layer])) for step in self._transfers(layer, index)
@@ -123,6 +156,16 @@ class LayerGather:
             event = torch.cuda.Event()
             event.record(self._stream)
         self._posted[layer] = event
+
+    def _copies(self, layer: int) -> list[Copy]:
+        """Return the copies of all ranks' slices into the whole weights of a layer."""
+        ranks, mine = self._ring.world_size, self._ring.rank
+        return [
+            copy
+            for rank in ((mine + turn) % ranks for turn in range(1, ranks + 1))
+            for index, (slot, of_ranks) in enumerate(zip(self._layers[layer], self._addresses[layer], strict=True))
+            for copy in slot.slice.copies(slot.weight, rank, of_ranks[rank], self._target(layer, index).data_ptr())
+        ]
 
     def _transfers(self, layer: int, index: int) -> Iterator[Callable[[], None]]:
         """Begin the transfers of a weight, and yield for each a function that ends it in the current stream."""

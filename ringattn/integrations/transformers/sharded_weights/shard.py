@@ -20,6 +20,7 @@ Note [Attention by all heads]
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -41,7 +42,12 @@ from ringattn.integrations.transformers.sharded_weights.layer_gather import Laye
 from ringattn.integrations.transformers.sharded_weights.plan import Part, WeightPlan, plan_weights
 from ringattn.ring import Ring
 from ringattn.sizing.memory import REPLICATED_ROWS
+from ringattn.transport.copy_engine.peer_reads import PeerReads
 
+GATHER = "RINGATTN_WEIGHT_GATHER"
+"""Environment variable: how layers are gathered, one of `GATHERS`."""
+GATHERS = ("auto", "all_gather", "copy_engine")
+"""The first is the second: the third was not measured on GPUs yet."""
 FLOPS_PER_BYTE = 1700
 """Operations of matrix products that a GPU does while it receives a byte: 600 TFLOP/s over 350 GB/s."""
 TRIED = (1, 5)
@@ -64,7 +70,7 @@ class ShardedWeights:
         self.ring, self._parts = ring, plan.parts
         self.rank_bytes = sum(x.numel() * x.element_size() for x in plan.model.parameters())
         layers = plan.layers()
-        self.gather = LayerGather(layers, ring)
+        self.gather = LayerGather(layers, ring, choose_reads(ring, plan.model.device))
         places = {slot: (i, j) for i, slots in enumerate(layers) for j, slot in enumerate(slots)}
         forwards = Forwards(ring, self.gather, places)
         for part in plan.parts:
@@ -178,6 +184,23 @@ def use_slices(plan: WeightPlan, ring: Ring) -> int:
         )
     SHARDED[model] = weights
     return weights.rank_bytes
+
+
+def choose_reads(ring: Ring, device: torch.device) -> PeerReads | None:
+    """Return the reads of slices that the environment asks for; None: all-gather. Collective, and raises on every rank."""
+    wanted = os.environ.get(GATHER, "") or GATHERS[0]
+    ring.assert_equal_across_ranks(GATHER, wanted)
+    if wanted not in GATHERS:
+        raise ValueError(f"{GATHER} must be one of {GATHERS}, got {wanted!r}; unset it for 'auto'")
+    if wanted != "copy_engine":
+        return None
+    reads = ring.peer_reads(device)
+    if isinstance(reads, str):
+        raise RuntimeError(
+            f"{GATHER}=copy_engine must have GPUs of one host that reach each other and the copy engine as transport, got: "
+            f"{reads}; unset it for all-gather"
+        )
+    return reads
 
 
 def rows_to_gather(plan: WeightPlan) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ringattn.transport.copy_engine.streams import Copy
 
 UNIT = 8
 """Numbers of which the first column of a slice is a multiple: 16 bytes of bf16, as matrix products read rows."""
@@ -71,3 +74,19 @@ class Slice(NamedTuple):
             if end > first:
                 given = one.unflatten(self.dim, (self.parts, self.width)).narrow(self.dim + 1, 0, end - first)
                 parts.narrow(self.dim + 1, first, end - first).copy_(given)
+
+    def copies(self, mine: Tensor, rank: int, source: int, target: int) -> list[Copy]:
+        """Return the copies of a rank's slice, like `mine` and at address `source`, into the whole weight at `target`."""
+        first, end = self.bounds(rank)
+        column = prod(mine.shape[self.dim + 1 :]) * mine.element_size()
+        pitches = self.parts * self.columns * column, self.parts * self.width * column
+        return [
+            Copy(
+                target + (part * self.columns + first) * column,
+                source + part * self.width * column,
+                (end - first) * column,
+                prod(mine.shape[: self.dim]),
+                *pitches,
+            )
+            for part in range(self.parts if end > first else 0)
+        ]
