@@ -7,7 +7,16 @@ wrap modules, and a `torch.overrides.TorchFunctionMode` redirects their calls of
     image = pipe(prompt, generator=generator).images[0]      on all ranks, from equal seeds; the same image on each
 """
 
-from ringattn.integrations.diffusers.denoisers import DenoiserSpec, TokenCount, TokenDim
+from ringattn.integrations.diffusers.denoisers import JOINT, AttentionCall, DenoiserSpec, TokenCount, TokenDim
 from ringattn.integrations.diffusers.enable import checkpoint, disable_ring, enable_ring
 
-__all__ = ["DenoiserSpec", "TokenCount", "TokenDim", "checkpoint", "disable_ring", "enable_ring"]
+__all__ = [
+    "JOINT",
+    "AttentionCall",
+    "DenoiserSpec",
+    "TokenCount",
+    "TokenDim",
+    "checkpoint",
+    "disable_ring",
+    "enable_ring",
+]

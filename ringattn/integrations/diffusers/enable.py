@@ -10,7 +10,7 @@ from diffusers.hooks.hooks import HookRegistry, ModelHook
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ringattn.integrations.diffusers.denoisers import DenoiserSpec, find_spec
+from ringattn.integrations.diffusers.denoisers import AttentionCall, Cut, DenoiserSpec, find_spec
 from ringattn.integrations.diffusers.hooks import (
     AttentionHook,
     CutHook,
@@ -36,8 +36,8 @@ def enable_ring(transformer: nn.Module, ring: Ring, *, spec: DenoiserSpec | None
     `transformer.enable_gradient_checkpointing(checkpoint)`.
 
     Args:
-        transformer: Model of a class in `denoisers.DENOISERS` (Flux, Flux 2, Wan, ChronoEdit, LTX-Video, Qwen-Image,
-            HunyuanVideo), or another model with a spec. It attends with diffusers' backend "native".
+        transformer: Model of a class in `denoisers.DENOISERS` (`docs/diffusers.md` lists them), or another model with a spec. It
+            attends with diffusers' backend "native".
         ring: The ranks that share each sample. All call this, and then the transformer with the same input.
         spec: Where the tokens of another model are; default by the class of the transformer.
 
@@ -95,25 +95,27 @@ def _make_hooks(
 ) -> Iterator[tuple[str, nn.Module, ModelHook]]:
     """Yield name, module and hook; that of the model's forward last, around the others."""
     modules = dict(model.named_modules())
-    attention = {name for pattern in spec.attention for name in _match(modules, pattern)}
-    known = attention | {name for pattern in spec.local for name in _match(modules, pattern)}
+    patterns = {**dict.fromkeys(spec.attention, (AttentionCall(),)), **spec.calls}
+    attention = {name: calls for pattern, calls in patterns.items() for name in _match(modules, pattern)}
+    known = attention.keys() | {name for pattern in spec.local for name in _match(modules, pattern)}
     present = {name.removesuffix(".processor") for name in getattr(model, "attn_processors", {})}
     if unknown := sorted(present - known):
         raise ValueError(
             f"a DenoiserSpec must name every attention module, got {type(model).__name__} with {', '.join(unknown[:3])} beside "
-            "those named; add them to attention= or local="
+            "those named; add them to attention=, calls= or local="
         )
-    inputs: dict[str, dict[str, Any]] = {}
+    inputs: dict[str, dict[str, Cut]] = {}
     for pattern, arguments in spec.inputs.items():
         for name in _match(modules, pattern):
             inputs.setdefault(name, {}).update(arguments)
     outputs = {name: dims for pattern, dims in spec.outputs.items() for name in _match(modules, pattern)}
     for name in inputs.keys() | outputs.keys():
         yield "ringattn_cut", modules[name], CutHook(shardings, inputs.get(name, {}), outputs.get(name, ()))
-    for name in attention:
-        yield "ringattn_attention", modules[name], AttentionHook(shardings)
-    for name in _match(modules, spec.gather):
-        yield "ringattn_gather", modules[name], GatherHook(shardings, spec.gathered)
+    for name, calls in attention.items():
+        yield "ringattn_attention", modules[name], AttentionHook(shardings, calls, spec.skip)
+    for pattern, where in spec.gather.items():
+        for name in _match(modules, pattern):
+            yield "ringattn_gather", modules[name], GatherHook(shardings, where)
     yield "ringattn", model, ForwardHook(shardings, spec)
 
 

@@ -19,25 +19,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ringattn.api import ring_attention
-from ringattn.integrations.diffusers.denoisers import DenoiserSpec, TokenCount, TokenDim
+from ringattn.integrations.diffusers.denoisers import JOINT, AttentionCall, Cut, DenoiserSpec, TokenCount, TokenDim
 from ringattn.integrations.torch.redirect import RedirectSDPA
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.sharding_context import find_sharding, use_sharding
 from ringattn.tensor_checks import digest_bits, is_readable
 
-_ONE_CALL = (
-    "an attention module on a ring must call torch's scaled_dot_product_attention once, got {}; call "
+_CALLS = (
+    "an attention module on a ring must make {} call(s) of torch's scaled_dot_product_attention, got {}; call "
     "transformer.set_attention_backend('native'), use neither IP adapters nor enable_parallelism, or disable_ring(transformer)"
 )
 
 
 class RingAttentionMode(RedirectSDPA):
-    """Redirection of the one call of an attention module, of rows with a sharding, whose masks are those of keys."""
+    """Redirection of the calls of an attention module, each with the shardings of its queries and keys; masks are those of keys."""
 
-    def __init__(self, sharding: Sharding) -> None:
+    def __init__(self, calls: Sequence[tuple[Sharding, Sharding]]) -> None:
         super().__init__(self._attend)
-        self.sharding = sharding
+        self.calls = calls
 
     def _attend(
         self,
@@ -51,22 +51,23 @@ class RingAttentionMode(RedirectSDPA):
         enable_gqa: bool = False,  # noqa: ARG002 - key heads that divide query heads need no flag here
     ) -> Tensor:
         """Return ring attention of `b h s d` rows; the signature is that of torch's function."""
-        sharding = self.sharding
-        with sharding.ring.propagate_errors():
-            if self.num_calls > 1:
-                raise RuntimeError(_ONE_CALL.format("a second call"))
+        with self.calls[0][0].ring.propagate_errors():
+            if self.num_calls > len(self.calls):
+                raise RuntimeError(_CALLS.format(len(self.calls), "more"))
             if dropout_p:
                 raise NotImplementedError(f"dropout_p must be 0 on a ring, got {dropout_p}; train without it")
-            rows = query.shape[2], key.shape[2]
-            if rows != (sharding.shard_len, sharding.shard_len):
+            sharding, kv_sharding = self.calls[self.num_calls - 1]
+            rows, expected = (query.shape[2], key.shape[2]), (sharding.shard_len, kv_sharding.shard_len)
+            if rows != expected:
                 raise ValueError(
-                    f"queries and keys must have the {sharding.shard_len} rows of this rank, got {rows}; name every argument "
-                    "that holds tokens in the DenoiserSpec"
+                    f"queries and keys must have the {expected} rows of this rank, got {rows}; name every argument that holds "
+                    "tokens in the DenoiserSpec"
                 )
-            key_bias = None if attn_mask is None else make_key_bias(attn_mask, query, sharding)
+            key_bias = None if attn_mask is None else make_key_bias(attn_mask, query, kv_sharding)
         o = ring_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
             sharding=sharding,
+            kv_sharding=None if kv_sharding is sharding else kv_sharding,
             causal=is_causal,
             softmax_scale=scale,
             key_bias=key_bias,
@@ -114,12 +115,13 @@ class SegmentShardings:
         known = tuple(lengths.items())
         if known not in self._joint:
             joint = self.ring.sharding(sum(lengths.values()), "segments", segments=list(lengths.values()))
-            self._segments[id(joint)] = {name: self.ring.sharding(n, "contiguous") for name, n in known}
+            segments = {name: self.ring.sharding(n, "contiguous") for name, n in known}
+            self._segments[id(joint)] = {**segments, JOINT: joint}
             self._joint[known] = joint
         return self._joint[known]
 
-    def current(self) -> tuple[Sharding, dict[str, Sharding]]:
-        """Return the sharding of the forward that runs, and those of its segments."""
+    def current(self) -> dict[str, Sharding]:
+        """Return the shardings of the forward that runs, by segment."""
         try:
             found = find_sharding()
         except RuntimeError as error:
@@ -132,7 +134,7 @@ class SegmentShardings:
                 "blocks of a transformer on a ring must run inside its forward, got a block alone; call the transformer, or "
                 "disable_ring(transformer)"
             )
-        return found[0], self._segments[id(found[0])]
+        return self._segments[id(found[0])]
 
 
 class ForwardHook(ModelHook):
@@ -152,6 +154,9 @@ class ForwardHook(ModelHook):
             check_supported(module)
             arguments = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
             arguments = dict(list(arguments.items())[1:])  # without self
+            for name, reason in self.spec.refused.items():
+                if arguments.get(name) is not None:
+                    raise NotImplementedError(f"{name} must be None on a ring, got one: {reason}")
             lengths = self.spec.lengths(module, arguments)
             for name in self.spec.not_empty:
                 if lengths[name] < ring.world_size:
@@ -171,7 +176,7 @@ class CutHook(ModelHook):
     names: Sequence[str] = ()
 
     def __init__(
-        self, shardings: SegmentShardings, inputs: Mapping[str, TokenDim | TokenCount], outputs: Sequence[TokenDim] = ()
+        self, shardings: SegmentShardings, inputs: Mapping[str, Cut], outputs: tuple[TokenDim, ...] = ()
     ) -> None:
         super().__init__()
         self.shardings, self.inputs, self.outputs = shardings, inputs, outputs
@@ -185,7 +190,7 @@ class CutHook(ModelHook):
         """Return the arguments with this rank's tokens."""
         if not self.inputs:
             return args, kwargs
-        _, segments = self.shardings.current()
+        segments = self.shardings.current()
         # arguments stay positional or keywords, as forwards are decorated with functions that tell them apart
         names = zip_longest(self.names[: len(args)], args)
         positional = [cut(x, self.inputs.get(name), segments) for name, x in names]
@@ -193,40 +198,39 @@ class CutHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
         """Return the outputs with this rank's tokens."""
-        if not self.outputs:
-            return output
-        _, segments = self.shardings.current()
-        return tuple(cut(x, where, segments) for x, where in zip(output, self.outputs, strict=True))
+        return cut(output, self.outputs, self.shardings.current()) if self.outputs else output
 
 
 class AttentionHook(ModelHook):
     """Hook of an attention module: its keys are those of all ranks."""
 
-    def __init__(self, shardings: SegmentShardings) -> None:
+    def __init__(self, shardings: SegmentShardings, calls: Sequence[AttentionCall], skip: str) -> None:
         super().__init__()
-        self.shardings = shardings
+        self.shardings, self.calls, self.skip = shardings, calls, skip
 
     @torch.compiler.disable  # compiled blocks break here: methods of tensors are not traced under a TorchFunctionMode
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         """Run the forward of an attention module with ring attention."""
         forward: Any = self.fn_ref.original_forward
-        with RingAttentionMode(self.shardings.current()[0]) as mode:
+        segments = self.shardings.current()
+        with RingAttentionMode([(segments[call.queries], segments[call.keys]) for call in self.calls]) as mode:
             output = forward(*args, **kwargs)
-        if mode.num_calls != 1:
-            mode.sharding.ring.raise_on_all_ranks(RuntimeError(_ONE_CALL.format("no call")))
+        expected = 0 if kwargs.get(self.skip) else len(self.calls)
+        if mode.num_calls != expected:
+            self.shardings.ring.raise_on_all_ranks(RuntimeError(_CALLS.format(expected, mode.num_calls)))
         return output
 
 
 class GatherHook(ModelHook):
-    """Hook of the last module: its output is put together on every rank."""
+    """Hook of a last module: its output is put together on every rank."""
 
-    def __init__(self, shardings: SegmentShardings, segment: str) -> None:
+    def __init__(self, shardings: SegmentShardings, where: TokenDim) -> None:
         super().__init__()
-        self.shardings, self.segment = shardings, segment
+        self.shardings, self.where = shardings, where
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
         """Return the tokens of all ranks; their gradients are summed over ranks."""
-        return self.shardings.current()[1][self.segment].unshard(output, 1)
+        return self.shardings.current()[self.where.segment].unshard(output, self.where.dim)
 
 
 def describe_input(arguments: Mapping[str, Any]) -> str:
@@ -245,10 +249,12 @@ def _describe(x: Any) -> str:
     return f"{list(x.shape)}" + (f" digest {int(digest_bits(x)) % 2**64:016x}" if is_readable(x) else "")
 
 
-def cut(x: Any, where: TokenDim | TokenCount | None, segments: Mapping[str, Sharding]) -> Any:
+def cut(x: Any, where: Cut | None, segments: Mapping[str, Sharding]) -> Any:
     """Return this rank's tokens of a tensor or of each tensor in a list, or the number of the first tokens that it holds."""
     if x is None or where is None:
         return x
+    if isinstance(where, tuple):
+        return tuple(cut(one, dim, segments) for one, dim in zip(x, where, strict=True))
     sharding = segments[where.segment]
     if isinstance(where, TokenCount):
         return int((sharding.positions < x).sum())

@@ -13,7 +13,10 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
         "ringattn.integrations.diffusers",
         *(
             f"diffusers.models.transformers.transformer_{name}"
-            for name in ("chronoedit", "flux", "flux2", "hunyuan_video", "ltx", "qwenimage", "wan")
+            for name in (
+                *("chronoedit", "cosmos3", "flux", "flux2", "helios", "hunyuan_video"),
+                *("ltx", "ltx2", "minimax_h3", "qwenimage", "wan"),
+            )
         ),
     ]
 )

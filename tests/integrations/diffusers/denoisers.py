@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import diffusers
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from ringattn import Ring
 from ringattn.integrations.diffusers import checkpoint, enable_ring
@@ -45,7 +47,7 @@ class Denoiser:
 
     def make(self) -> Any:
         torch.manual_seed(0)
-        config = {**SIZES, **CONFIGS[self.model], **self.config}
+        config = {name: x for name, x in {**SIZES, **CONFIGS[self.model], **self.config}.items() if x is not None}
         model = getattr(diffusers, self.model)(**config)
         if self.lora:
             from peft import LoraConfig
@@ -60,7 +62,11 @@ class Denoiser:
     def arguments(self) -> dict[str, Any]:
         torch.manual_seed(1)
         found = ARGUMENTS[self.model](self, **self.options)
-        return {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in found.items()}
+        return tree_map(lambda x: x.double() if is_float(x) else x, found)
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _flux(case: Denoiser, *, controlnet: bool = False, mask: bool = False, ids_ndim: int = 2) -> dict[str, Any]:
@@ -78,7 +84,7 @@ def _flux(case: Denoiser, *, controlnet: bool = False, mask: bool = False, ids_n
     }
     if controlnet:
         found |= {
-            name: [torch.randn(case.batch, image, 32).double()]
+            name: [torch.randn(case.batch, image, 32)]
             for name in ("controlnet_block_samples", "controlnet_single_block_samples")
         }
     if mask:
@@ -108,6 +114,70 @@ def _ltx(case: Denoiser, *, per_token: bool = False) -> dict[str, Any]:
         "height": height,
         "width": width,
     }
+
+
+def _ltx_2(case: Denoiser, *, audio: int = 4, per_token: bool = False, **others: Any) -> dict[str, Any]:
+    video = _ltx(case, per_token=per_token)
+    of_audio = {
+        "audio_hidden_states": torch.randn(case.batch, audio, 3),
+        "audio_encoder_hidden_states": torch.randn(case.batch, case.text, 8),
+        "audio_encoder_attention_mask": video["encoder_attention_mask"],
+        "audio_timestep": torch.rand(case.batch, audio) if per_token else torch.rand(case.batch),
+        "audio_num_frames": audio,
+    }
+    return video | of_audio | {"sigma": torch.rand(case.batch)} | others
+
+
+def _helios(case: Denoiser, *, history: Mapping[str, int] | None = None) -> dict[str, Any]:
+    found = _wan(case)
+    start, (_, height, width) = 0, case.size
+    for name, frames in (history or {}).items():
+        found[f"latents_history_{name}"] = torch.randn(case.batch, 4, frames, 2 * height, 2 * width)
+        found[f"indices_latents_history_{name}"] = torch.arange(start, start + frames).expand(case.batch, -1)
+        start += frames
+    return found | {"indices_hidden_states": torch.arange(start, start + case.size[0]).expand(case.batch, -1)}
+
+
+def _minimax_h3(case: Denoiser, *, audio: int = 4) -> dict[str, Any]:
+    video = prod(case.size)
+    tags = torch.cat([torch.full((n,), tag) for n, tag in ((case.text, 1), (video, 0), (audio, 2))])
+    rows = {tag: (tags == tag).nonzero()[:, 0] for tag in range(3)}
+    return {
+        "hidden_states": torch.randn(case.batch, video, 4),
+        "audio_hidden_states": torch.randn(case.batch, audio, 3),
+        "encoder_hidden_states": torch.randn(case.batch, case.text, 8),
+        "timestep": torch.rand(2),
+        "timestep_indices": torch.arange(len(tags)) % 2,
+        "token_tags": tags,
+        "position_ids": torch.randint(9, (len(tags), 3)),
+        "video_indices": rows[0],
+        "audio_indices": rows[2],
+        "text_indices": rows[1],
+    }
+
+
+def _cosmos_3(case: Denoiser, *, sound: int = 4, action: int = 2) -> dict[str, Any]:
+    """A conditioned frame and noisy ones, sound, and actions of which the first is conditioned."""
+    (frames, height, width), start = case.size, case.text
+    found: dict[str, Any] = {
+        "input_ids": torch.randint(9, (start,)),
+        "text_indexes": torch.arange(start),
+        "und_len": start,
+        "vision_tokens": [torch.randn(1, 1, frames, 2 * height, 2 * width)],
+        "sound_tokens": [torch.randn(3, sound)],
+        "action_tokens": [torch.randn(action, 3)],
+        "action_domain_ids": [torch.tensor(1)],
+    }
+    for name, shape, known in (("vision", case.size, 1), ("sound", (sound, 1, 1), 0), ("action", (action, 1, 1), 1)):
+        rows = torch.arange(start, start + prod(shape))
+        noisy = rows[known * prod(shape[1:]) :]
+        found[f"{name}_token_shapes"] = [shape]
+        found[f"{name}_sequence_indexes"] = rows
+        found[f"{name}_mse_loss_indexes"] = noisy
+        found[f"{name}_timesteps"] = 900 * torch.rand(len(noisy))
+        found[f"{name}_noisy_frame_indexes"] = [torch.arange(known, shape[0])]
+        start += len(rows)
+    return found | {"position_ids": torch.arange(start).expand(3, -1), "sequence_length": start}
 
 
 def _wan(case: Denoiser, *, per_token: bool = False, image: int = 0) -> dict[str, Any]:
@@ -178,6 +248,55 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "cross_attention_dim": 32,
         "caption_channels": 8,
     },
+    "LTX2VideoTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "cross_attention_dim": 32,
+        "caption_channels": 8,
+        "audio_in_channels": 3,
+        "audio_out_channels": 3,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": 16,
+    },
+    "HeliosTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 8,
+        "freq_dim": 8,
+        "ffn_dim": 16,
+        "rope_dim": (4, 6, 6),
+    },
+    "MiniMaxH3Transformer3DModel": {
+        "hidden_size": 16,
+        "num_refiner_layers": 1,
+        "ffn_dim": 16,
+        "in_channels": 1,
+        "audio_in_channels": 3,
+        "text_dim": 8,
+        "freq_dim": 8,
+        "time_embed_hidden_dim": 8,
+        "time_embed_dim": 8,
+        "rope_freq_dim": 2,
+    },
+    "Cosmos3OmniTransformer": {
+        "attention_head_dim": None,
+        "num_layers": None,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "latent_channel": 1,
+        "patch_latent_dim": 4,
+        "rope_axes_dim": (4, 2, 2),
+        "vocab_size": 9,
+        "action_gen": True,
+        "action_dim": 3,
+        "num_embodiment_domains": 2,
+        "sound_gen": True,
+        "sound_dim": 3,
+    },
     "WanTransformer3DModel": {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16},
     "QwenImageTransformer2DModel": {
         "in_channels": 4,
@@ -202,6 +321,10 @@ ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "Flux2Transformer2DModel": _flux2,
     "ChronoEditTransformer3DModel": _wan,
     "LTXVideoTransformer3DModel": _ltx,
+    "LTX2VideoTransformer3DModel": _ltx_2,
+    "HeliosTransformer3DModel": _helios,
+    "MiniMaxH3Transformer3DModel": _minimax_h3,
+    "Cosmos3OmniTransformer": _cosmos_3,
     "WanTransformer3DModel": _wan,
     "QwenImageTransformer2DModel": _qwen_image,
     "HunyuanVideoTransformer3DModel": _hunyuan_video,
@@ -223,6 +346,27 @@ CASES = {
     ),
     "ltx": Denoiser("LTXVideoTransformer3DModel", size=(3, 1, 3)),
     "ltx_timesteps": Denoiser("LTXVideoTransformer3DModel", size=(1, 1, 7), options={"per_token": True}),
+    "ltx2": Denoiser("LTX2VideoTransformer3DModel", size=(3, 1, 3)),
+    "ltx2_timesteps": Denoiser("LTX2VideoTransformer3DModel", size=(1, 1, 7), options={"per_token": True}),
+    "ltx2_3": Denoiser(
+        "LTX2VideoTransformer3DModel",
+        size=(2, 1, 4),
+        config={
+            **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True),
+            "rope_type": "split",
+            "perturbed_attn": True,
+        },
+        options={"use_cross_timestep": True, "spatio_temporal_guidance_blocks": [1]},
+    ),
+    "helios": Denoiser("HeliosTransformer3DModel", size=(2, 1, 3)),
+    "helios_history": Denoiser(
+        "HeliosTransformer3DModel",
+        size=(1, 3, 3),
+        config={"is_amplify_history": True},
+        options={"history": {"long": 4, "mid": 2, "short": 2}},
+    ),
+    "minimax_h3": Denoiser("MiniMaxH3Transformer3DModel", size=(2, 1, 3)),
+    "cosmos3": Denoiser("Cosmos3OmniTransformer", size=(3, 1, 3)),
     "wan": Denoiser("WanTransformer3DModel", size=(3, 1, 3)),
     "wan_timesteps": Denoiser("WanTransformer3DModel", size=(2, 2, 2), options={"per_token": True}),
     "wan_image": Denoiser(
@@ -247,15 +391,18 @@ Results = dict[str, Tensor]
 
 
 def run(model: nn.Module, arguments: dict[str, Any]) -> Results:
-    """The output, and the gradients of inputs and parameters for a fixed random cotangent."""
+    """The outputs, and the gradients of inputs and parameters for fixed random cotangents."""
     arguments = copy.deepcopy(arguments)
-    leaves = {k: x.requires_grad_() for k, x in arguments.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    output = model(**arguments, return_dict=False)[0]
-    (
-        output * torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=output.dtype)
-    ).sum().backward()
-    grads = {f"d {name}": x.grad for name, x in (*leaves.items(), *model.named_parameters())}
-    return {"output": output.detach()} | {name: grad for name, grad in grads.items() if grad is not None}
+    inputs = {f"input {keystr(path)}": x for path, x in tree_flatten_with_path(arguments)[0] if is_float(x)}
+    for x in inputs.values():
+        x.requires_grad_()
+    outputs: list[Tensor] = [x for x in tree_leaves(model(**arguments, return_dict=False)) if is_float(x)]
+    generator = torch.Generator().manual_seed(2)
+    cotangents = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
+    torch.autograd.backward(outputs, cotangents)
+    grads = {f"d {name}": x.grad for name, x in (*inputs.items(), *model.named_parameters())}
+    found = {f"output {i}": x.detach() for i, x in enumerate(outputs)}
+    return found | {name: grad for name, grad in grads.items() if grad is not None}
 
 
 def run_on_ranks(case: Denoiser, *, checkpointed: bool = False, compiled: bool = False) -> Results:
@@ -267,4 +414,4 @@ def run_on_ranks(case: Denoiser, *, checkpointed: bool = False, compiled: bool =
     if checkpointed:
         model.enable_gradient_checkpointing(checkpoint)
     found = run(model, case.arguments())
-    return {k: x if k == "output" else ring.sum(x.contiguous()) / ring.world_size for k, x in found.items()}
+    return {k: x if k.startswith("output") else ring.sum(x.contiguous()) / ring.world_size for k, x in found.items()}

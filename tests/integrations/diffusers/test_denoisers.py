@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ringattn import Ring
 from ringattn.integrations.diffusers import DenoiserSpec, TokenDim, checkpoint, disable_ring, enable_ring
@@ -46,7 +48,10 @@ def test_output_and_all_gradients_equal_one_process(pool: Pools, row: ModelRow, 
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["flux", "wan", "qwen_image_edit", "hunyuan_video_image"])
+@pytest.mark.parametrize(
+    "name",
+    ["flux", "wan", "qwen_image_edit", "hunyuan_video_image", "ltx2_3", "helios_history", "minimax_h3", "cosmos3"],
+)
 def test_gradient_checkpointing_changes_nothing(pool: Pools, name: str) -> None:
     for found in pool(2).run(run_on_ranks, CASES[name], checkpointed=True):
         assert_equal_up_to_rounding(found, one_process(name))
@@ -79,6 +84,27 @@ def two_lengths(on_ring: bool, checkpointed: bool) -> Results:
 def test_forwards_of_several_lengths_may_precede_a_backward(pool: Pools, world_size: int, checkpointed: bool) -> None:
     for found in pool(world_size).run(two_lengths, True, checkpointed):
         assert_equal_up_to_rounding(found, two_lengths(False, checkpointed))
+
+
+def guided(name: str, on_ring: bool) -> list[Tensor]:
+    """Outputs by classifier-free guidance: a prompt and a shorter one."""
+    case = CASES[name]
+    model = case.make()
+    if on_ring:
+        enable_ring(model, Ring())
+    with torch.no_grad():
+        prompt, other = (
+            tree_leaves(model(**replace(case, text=n).arguments(), return_dict=False)) for n in (case.text, 3)
+        )
+        return [y + 3 * (x - y) for x, y in zip(prompt, other, strict=True) if x is not None]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["flux", "ltx2", "helios_history", "minimax_h3", "cosmos3"])
+def test_prompts_of_other_lengths_guide_as_on_one_process(pool: Pools, name: str) -> None:
+    for found in pool(3).run(guided, name, True):
+        for x, y in zip(found, guided(name, False), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=BOUND * float(y.abs().max()))
 
 
 def sharded_by_fsdp() -> Results:
@@ -150,7 +176,7 @@ OWN_SPEC = DenoiserSpec(
     },
     inputs={"": {"pixels": TokenDim("image", 1), "audio": TokenDim("audio", 1), "text": TokenDim("text", 1)}},
     attention=("attention",),
-    gather="head",
+    gather={"head": TokenDim("image", 1)},
 )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.support.scripts import run_on_ranks
+from ringattn.integrations.diffusers.denoisers import DENOISERS
+from tests.support.scripts import ROOT, run_on_ranks
 from tests.test_docs import blocks, run
 
 
@@ -18,3 +19,8 @@ def test_code_on_the_page_prints_the_output_shown() -> None:
     space: dict[str, object] = {"__name__": "diffusers.md"}
     for number, (_, code, shown) in enumerate(blocks("diffusers.md")):
         assert run(code, f"diffusers.md[{number}]", space) == (shown or "")
+
+
+def test_the_page_has_a_row_for_each_model() -> None:
+    page = (ROOT / "docs/diffusers.md").read_text()
+    assert set(re.findall(r"`(\w+(?:Model|Transformer))`", page)) == set(DENOISERS)
