@@ -52,9 +52,9 @@ ROWS = [
             ),
             ("IP adapters", "ip_adapter", "IP adapters must be off on a ring", "`pipe.unload_ip_adapter()`"),
             (
-                "context parallelism of diffusers",
-                "context_parallel",
-                "context parallelism must be either diffusers' or a ring, got both",
+                "context and tensor parallelism of diffusers",
+                "parallelism",
+                "parallelism must be either diffusers' or a ring, got both",
                 "leave out `enable_parallelism`",
             ),
             (

@@ -296,6 +296,6 @@ def find_spec(model: nn.Module) -> DenoiserSpec:
         if cls.__name__ in DENOISERS:
             return DENOISERS[cls.__name__]
     raise NotImplementedError(
-        f"transformer must be one of {', '.join(DENOISERS)}, got {type(model).__name__}; pass spec= with a DenoiserSpec that "
-        "names its tokens"
+        f"transformer must be one of {', '.join(DENOISERS)}, got {type(model).__name__}; pass the transformer itself where "
+        "something wraps it (DDP, PeftModel), or spec= with a DenoiserSpec that names its tokens"
     )

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from diffusers.hooks.hooks import HookRegistry, ModelHook
+from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -32,8 +33,8 @@ def enable_ring(transformer: nn.Module, ring: Ring, *, spec: DenoiserSpec | None
     over the ranks; attention spans all of them. The mean over ranks of the gradients of a loss that every rank computes of the
     whole output equals the gradients of one process, as DDP and FSDP average them.
 
-    Load weights and LoRA adapters first: hooks belong to the modules that are there. Gradient checkpointing needs
-    `transformer.enable_gradient_checkpointing(checkpoint)`.
+    Load weights and LoRA adapters first: hooks belong to the modules that are there. The transformer may be compiled. Gradient
+    checkpointing needs `transformer.enable_gradient_checkpointing(checkpoint)`.
 
     Args:
         transformer: Model of a class in `denoisers.DENOISERS` (`docs/diffusers.md` lists them), or another model with a spec. It
@@ -43,10 +44,11 @@ def enable_ring(transformer: nn.Module, ring: Ring, *, spec: DenoiserSpec | None
 
     Raises:
         NotImplementedError: There is no spec for the model; or, here or in a forward, a cache, an IP adapter or diffusers' own
-            context parallelism is enabled, a mask differs between queries, or a segment is shorter than the model can split.
+            parallelism is enabled, a mask differs between queries, or a segment is shorter than the model can split.
         ValueError: The transformer is on a ring already, or a spec does not name its modules; in a forward, ranks have different
             input.
-        RuntimeError: In a forward, a layer does not attend with `torch.nn.functional.scaled_dot_product_attention`.
+        RuntimeError: In a forward, a layer does not attend with `torch.nn.functional.scaled_dot_product_attention`, or the model is
+            a copy of the one on the ring, or has another last module.
         TypeError: ring is no Ring, or transformer no module.
     """
     if not isinstance(ring, Ring):
@@ -54,6 +56,7 @@ def enable_ring(transformer: nn.Module, ring: Ring, *, spec: DenoiserSpec | None
     with ring.propagate_errors():
         if not isinstance(transformer, nn.Module):
             raise TypeError(f"transformer must be a module, got {type(transformer).__name__}; pass pipe.transformer")
+        transformer = unwrap_module(transformer)
         check_supported(transformer)
         if ring.virtual_size > ring.world_size:
             raise NotImplementedError(
@@ -74,7 +77,7 @@ def disable_ring(transformer: nn.Module) -> None:
         transformer: As passed to `enable_ring`; nothing changes when it is on no ring.
     """
     for name in reversed(_HOOKS):
-        _registry(transformer).remove_hook(name)
+        _registry(unwrap_module(transformer)).remove_hook(name)
 
 
 def checkpoint(module: nn.Module, *args: Any) -> Any:
@@ -113,10 +116,10 @@ def _make_hooks(
         yield "ringattn_cut", modules[name], CutHook(shardings, inputs.get(name, {}), outputs.get(name, ()))
     for name, calls in attention.items():
         yield "ringattn_attention", modules[name], AttentionHook(shardings, calls, spec.skip)
-    for pattern, where in spec.gather.items():
-        for name in _match(modules, pattern):
-            yield "ringattn_gather", modules[name], GatherHook(shardings, where)
-    yield "ringattn", model, ForwardHook(shardings, spec)
+    gathering = {name: where for pattern, where in spec.gather.items() for name in _match(modules, pattern)}
+    for name, where in gathering.items():
+        yield "ringattn_gather", modules[name], GatherHook(shardings, where)
+    yield "ringattn", model, ForwardHook(shardings, spec, {name: modules[name] for name in gathering})
 
 
 def _match(modules: dict[str, nn.Module], pattern: str) -> list[str]:

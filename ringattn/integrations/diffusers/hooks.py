@@ -140,12 +140,22 @@ class SegmentShardings:
 class ForwardHook(ModelHook):
     """Hook of the model: the sharding of its input is current during its forward."""
 
-    def __init__(self, shardings: SegmentShardings, spec: DenoiserSpec) -> None:
+    def __init__(self, shardings: SegmentShardings, spec: DenoiserSpec, gathering: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.shardings, self.spec = shardings, spec
+        self.shardings, self.spec, self.gathering = shardings, spec, gathering
         # it reads the arguments
         untraced: Any = torch.compiler.disable(shardings.shard_joint)
         self.shard_joint: Callable[..., Sharding] = untraced
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Refuse a copy of the model, whose hooks run the original, and one without the modules that gather its output."""
+        if changed := [name for name, last in self.gathering.items() if module.get_submodule(name) is not last]:
+            error = (
+                f"a transformer on a ring must keep its modules, got another {changed[0]} than at enable_ring: it is a copy, or "
+                "adapters were loaded or unloaded; call disable_ring(transformer), then enable_ring again"
+            )
+            self.shardings.ring.raise_on_all_ranks(RuntimeError(error))
+        return args, kwargs
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model with the sharding of its whole input."""
@@ -257,10 +267,13 @@ def cut(x: Any, where: Cut | None, segments: Mapping[str, Sharding]) -> Any:
         return tuple(cut(one, dim, segments) for one, dim in zip(x, where, strict=True))
     sharding = segments[where.segment]
     if isinstance(where, TokenCount):
-        return int((sharding.positions < x).sum())
+        # integers: torch.compile breaks its graph at a number that a tensor holds
+        return min(max(x - sum(sharding.shard_lens[: sharding.rank]), 0), sharding.shard_len)
     if isinstance(x, (list, tuple)):
         return [cut(one, where, segments) for one in x]
-    return x if where.ndim not in (None, x.dim()) else sharding.shard(x, where.dim)
+    # one number may stand for all tokens
+    whole = where.ndim not in (None, x.dim()) or x.shape[where.dim] == 1 < sharding.seq_len
+    return x if whole else sharding.shard(x, where.dim)
 
 
 def check_supported(model: nn.Module) -> None:
@@ -274,9 +287,8 @@ def check_supported(model: nn.Module) -> None:
         raise NotImplementedError(
             "IP adapters must be off on a ring, got a transformer with encoder_hid_proj; call pipe.unload_ip_adapter()"
         )
-    config = getattr(model, "_parallel_config", None)
-    if getattr(config, "context_parallel_config", None) is not None:
+    if getattr(model, "_parallel_config", None) is not None:
         raise NotImplementedError(
-            "context parallelism must be either diffusers' or a ring, got both; load the transformer without parallel_config and "
-            "do not call enable_parallelism"
+            "context or tensor parallelism must be either diffusers' or a ring, got both; load the transformer without "
+            "parallel_config, do not call enable_parallelism, and shard weights with FSDP2 (fully_shard)"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ringattn import Ring
-from ringattn.integrations.diffusers import DenoiserSpec, TokenDim, enable_ring
+from ringattn.integrations.diffusers import DenoiserSpec, TokenCount, TokenDim, disable_ring, enable_ring
 from ringattn.integrations.diffusers.denoisers import FLUX, WAN
-from ringattn.integrations.diffusers.hooks import RingAttentionMode
+from ringattn.integrations.diffusers.hooks import RingAttentionMode, cut
+from ringattn.plan.layouts import contiguous
+from ringattn.plan.sharding import Sharding
 from tests.integrations.diffusers.denoisers import CASES, Denoiser, run
 from tests.integrations.diffusers_rows import ROWS
 from tests.integrations.model_table import ModelRow, refused
@@ -50,6 +53,46 @@ def test_a_second_ring_is_refused() -> None:
         enable_ring(model, Ring())
 
 
+def add_lora(model: Any) -> Any:
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(r=2, target_modules=["proj_out"]))
+    return model.double()
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, add_lora])
+def test_a_transformer_with_another_last_module_is_refused_until_it_is_put_on_a_ring_again(
+    change: Callable[[Any], Any],
+) -> None:
+    """A copy would run the weights of the original, and adapters around the last module would not gather its output."""
+    model, sample = on_ring()
+    expected = model(**sample).sample
+    changed = change(model)
+    with pytest.raises(RuntimeError, match=r"must keep its modules, got another proj_out .* call disable_ring"):
+        changed(**sample)
+    disable_ring(changed)
+    enable_ring(changed, Ring())
+    assert torch.equal(changed(**sample).sample, expected)
+
+
+def test_the_transformer_inside_a_compiled_one_is_put_on_the_ring() -> None:
+    model = CASES["flux"].make()
+    compiled: Any = torch.compile(model, backend="eager")
+    enable_ring(compiled, Ring())
+    with pytest.raises(ValueError, match="must not be on a ring yet"):
+        enable_ring(model, Ring())
+    disable_ring(compiled)
+    enable_ring(model, Ring())
+
+
+def test_the_share_of_a_rank_is_known_without_reading_tensors() -> None:
+    """One number for all tokens stays whole, as a timestep; numbers of first tokens are counted while torch.compile traces."""
+    segments = {"image": Sharding(5, "contiguous", contiguous(5, 2), 1)}
+    first = torch.compile(lambda x, n: x[: cut(n, TokenCount("image"), segments)], backend="eager", fullgraph=True)
+    assert [len(first(torch.ones(4), n)) for n in (2, 4, 5)] == [0, 1, 2]
+    assert [cut(torch.ones(2, n), TokenDim("image", 1), segments).shape[1] for n in (1, 5)] == [1, 2]
+
+
 def set_context_parallel(model: Any) -> None:
     """What `enable_parallelism` leaves on GPUs."""
     model._parallel_config = ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2))
@@ -58,7 +101,7 @@ def set_context_parallel(model: Any) -> None:
 FEATURES: dict[str, Callable[[Any, dict[str, Any]], object]] = {
     "cache": lambda model, _: model.enable_cache(FirstBlockCacheConfig()),
     "ip_adapter": lambda model, _: setattr(model, "encoder_hid_proj", nn.Linear(8, 8)),
-    "context_parallel": lambda model, _: set_context_parallel(model),
+    "parallelism": lambda model, _: set_context_parallel(model),
     "query_mask": lambda _, sample: sample.update(
         joint_attention_kwargs={"attention_mask": torch.ones(2, 1, 14, 14, dtype=torch.bool)}
     ),
