@@ -89,7 +89,9 @@ def digest_bits(x: Tensor) -> Tensor:
     """
     x = x.detach().resolve_conj().resolve_neg().contiguous()
     # pad copies: the result begins at a multiple of 8 bytes
-    words = torch.nn.functional.pad(x.flatten().view(torch.uint8), (0, -x.nbytes % 8)).view(torch.int64)
+    words = torch.nn.functional.pad(x.as_strided((x.numel(),), (1,)).view(torch.uint8), (0, -x.nbytes % 8)).view(
+        torch.int64
+    )
     mixed = torch.arange(1, words.numel() + 1, device=x.device).mul_(_ODD).bitwise_xor_(words).mul_(_ODD)
     # high bits reach low ones by shifts alone: after one round, words that differ in their last byte would change the sum equally
     for _ in range(2):

@@ -35,6 +35,8 @@ def test_the_digest_is_that_of_the_numbers_wherever_they_lie(dtype: torch.dtype)
     within = torch.cat([x[:1, :1], x.flatten(0, 1)[None]], 1)[:, 1:].view(x.shape)  # begins at no multiple of 8 bytes
     assert not turned.is_contiguous()
     assert digest_bits(turned) == digest_bits(within) == digest_bits(x)
+    one = x.flatten()[:1]
+    assert digest_bits(one[0].expand(1, 1)) == digest_bits(one)  # contiguous, with strides of 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.bfloat16])

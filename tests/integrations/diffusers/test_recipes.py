@@ -23,4 +23,4 @@ def test_code_on_the_page_prints_the_output_shown() -> None:
 
 def test_the_page_has_a_row_for_each_model() -> None:
     page = (ROOT / "docs/diffusers.md").read_text()
-    assert set(re.findall(r"`(\w+(?:Model|Transformer))`", page)) == set(DENOISERS)
+    assert set(re.findall(r"`(\w+Transformer(?:[23]DModel)?)`", page)) == set(DENOISERS)
