@@ -96,8 +96,9 @@ def _patches(latents: Tensor, patch_size: tuple[int, int, int], factor: int = 1)
     return prod(-(-(size // patch) // factor) for size, patch in sizes)
 
 
-def _text_then_image(_: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:
-    return {"text": arguments["encoder_hidden_states"].shape[1], "image": arguments["hidden_states"].shape[1]}
+def _rows(**arguments_of: str) -> Callable[[nn.Module, Mapping[str, Any]], dict[str, int]]:
+    """Return a function that reads the lengths of segments from dim 1 of one argument each."""
+    return lambda _, arguments: {segment: arguments[name].shape[1] for segment, name in arguments_of.items()}
 
 
 def _wan_lengths(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -112,8 +113,8 @@ def _helios_lengths(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str,
         latents, indices = (arguments.get(f"{kind}latents_history_{name}") for kind in ("", "indices_"))
         if latents is not None and indices is not None:
             history += _patches(latents, config.patch_size, factor)
-    image = _patches(arguments["hidden_states"], config.patch_size)
-    return {"history": history, "image": image} if history else {"image": image}
+    video = _wan_lengths(model, arguments)
+    return {"history": history, **video} if history else video
 
 
 def _hunyuan_video_lengths(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -129,7 +130,7 @@ _IMAGE, _TEXT, _AUDIO, _JOINT = (TokenDim(segment, 1) for segment in ("image", "
 _IMAGE_ROWS, _TEXT_ROWS, _JOINT_ROWS = (TokenDim(segment, 0) for segment in ("image", "text", JOINT))
 
 FLUX = DenoiserSpec(
-    lengths=_text_then_image,
+    lengths=_rows(text="encoder_hidden_states", image="hidden_states"),
     inputs={
         "": {
             "hidden_states": _IMAGE,
@@ -160,7 +161,7 @@ WAN = DenoiserSpec(
 )
 
 QWEN_IMAGE = DenoiserSpec(
-    lengths=_text_then_image,
+    lengths=_rows(text="encoder_hidden_states", image="hidden_states"),
     inputs={
         "": {"controlnet_block_samples": _IMAGE},
         "transformer_blocks.0": {"hidden_states": _IMAGE, "encoder_hidden_states": _TEXT},
@@ -172,7 +173,7 @@ QWEN_IMAGE = DenoiserSpec(
 )
 
 LTX = DenoiserSpec(
-    lengths=lambda _, arguments: {"image": arguments["hidden_states"].shape[1]},
+    lengths=_rows(image="hidden_states"),
     inputs={"": {"hidden_states": _IMAGE, "timestep": TokenDim("image", 1, ndim=2)}},
     outputs={"rope": (_IMAGE, _IMAGE)},
     attention=("transformer_blocks.*.attn1",),
@@ -182,10 +183,7 @@ LTX = DenoiserSpec(
 _IMAGE_COORDS, _AUDIO_COORDS = {"coords": TokenDim("image", 2)}, {"coords": TokenDim("audio", 2)}
 
 LTX_2 = DenoiserSpec(
-    lengths=lambda _, arguments: {
-        "image": arguments["hidden_states"].shape[1],
-        "audio": arguments["audio_hidden_states"].shape[1],
-    },
+    lengths=_rows(image="hidden_states", audio="audio_hidden_states"),
     inputs={
         "": {
             "hidden_states": _IMAGE,

@@ -47,7 +47,7 @@ class Denoiser:
 
     def make(self) -> Any:
         torch.manual_seed(0)
-        config = {name: x for name, x in {**SIZES, **CONFIGS[self.model], **self.config}.items() if x is not None}
+        config = {name: x for name, x in {**SIZES, **MODELS[self.model][1], **self.config}.items() if x is not None}
         model = getattr(diffusers, self.model)(**config)
         if self.lora:
             from peft import LoraConfig
@@ -61,7 +61,7 @@ class Denoiser:
 
     def arguments(self) -> dict[str, Any]:
         torch.manual_seed(1)
-        found = ARGUMENTS[self.model](self, **self.options)
+        found = MODELS[self.model][0](self, **self.options)
         return tree_map(lambda x: x.double() if is_float(x) else x, found)
 
 
@@ -223,112 +223,83 @@ def padding(batch: int, text: int) -> Tensor:
     return torch.arange(text) < torch.tensor([max(1, text - i) for i in range(batch)])[:, None]
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "FluxTransformer2DModel": {
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "joint_attention_dim": 8,
-        "pooled_projection_dim": 8,
-        "guidance_embeds": True,
-        "axes_dims_rope": (4, 6, 6),
-    },
-    "Flux2Transformer2DModel": {
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "joint_attention_dim": 8,
-        "timestep_guidance_channels": 8,
-        "axes_dims_rope": (4, 4, 4, 4),
-    },
-    "ChronoEditTransformer3DModel": {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16},
-    "LTXVideoTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
-        "cross_attention_dim": 32,
-        "caption_channels": 8,
-    },
-    "LTX2VideoTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
-        "cross_attention_dim": 32,
-        "caption_channels": 8,
-        "audio_in_channels": 3,
-        "audio_out_channels": 3,
-        "audio_num_attention_heads": 2,
-        "audio_attention_head_dim": 8,
-        "audio_cross_attention_dim": 16,
-    },
-    "HeliosTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 8,
-        "freq_dim": 8,
-        "ffn_dim": 16,
-        "rope_dim": (4, 6, 6),
-    },
-    "MiniMaxH3Transformer3DModel": {
-        "hidden_size": 16,
-        "num_refiner_layers": 1,
-        "ffn_dim": 16,
-        "in_channels": 1,
-        "audio_in_channels": 3,
-        "text_dim": 8,
-        "freq_dim": 8,
-        "time_embed_hidden_dim": 8,
-        "time_embed_dim": 8,
-        "rope_freq_dim": 2,
-    },
-    "Cosmos3OmniTransformer": {
-        "attention_head_dim": None,
-        "num_layers": None,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "latent_channel": 1,
-        "patch_latent_dim": 4,
-        "rope_axes_dim": (4, 2, 2),
-        "vocab_size": 9,
-        "action_gen": True,
-        "action_dim": 3,
-        "num_embodiment_domains": 2,
-        "sound_gen": True,
-        "sound_dim": 3,
-    },
-    "WanTransformer3DModel": {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16},
-    "QwenImageTransformer2DModel": {
-        "in_channels": 4,
-        "out_channels": 1,
-        "joint_attention_dim": 8,
-        "axes_dims_rope": (4, 6, 6),
-    },
-    "HunyuanVideoTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "num_refiner_layers": 1,
-        "mlp_ratio": 2.0,
-        "text_embed_dim": 8,
-        "pooled_projection_dim": 8,
-        "rope_axes_dim": (4, 6, 6),
-    },
+_FLUX = {"in_channels": 4, **dict.fromkeys(("num_layers", "num_single_layers"), 1), "joint_attention_dim": 8}
+_WAN = {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16}
+_LTX = {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "caption_channels": 8}
+
+MODELS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
+    "FluxTransformer2DModel": (
+        _flux,
+        {
+            **_FLUX,
+            "pooled_projection_dim": 8,
+            "guidance_embeds": True,
+            "axes_dims_rope": (4, 6, 6),
+        },
+    ),
+    "Flux2Transformer2DModel": (
+        _flux2,
+        {**_FLUX, "timestep_guidance_channels": 8, "axes_dims_rope": (4, 4, 4, 4)},
+    ),
+    "ChronoEditTransformer3DModel": (_wan, _WAN),
+    "LTXVideoTransformer3DModel": (_ltx, _LTX),
+    "LTX2VideoTransformer3DModel": (
+        _ltx_2,
+        {
+            **_LTX,
+            "audio_in_channels": 3,
+            "audio_out_channels": 3,
+            "audio_num_attention_heads": 2,
+            "audio_attention_head_dim": 8,
+            "audio_cross_attention_dim": 16,
+        },
+    ),
+    "HeliosTransformer3DModel": (_helios, {**_WAN, "rope_dim": (4, 6, 6)}),
+    "MiniMaxH3Transformer3DModel": (
+        _minimax_h3,
+        {
+            **dict.fromkeys(("text_dim", "freq_dim", "time_embed_hidden_dim", "time_embed_dim"), 8),
+            "hidden_size": 16,
+            "num_refiner_layers": 1,
+            "ffn_dim": 16,
+            "in_channels": 1,
+            "audio_in_channels": 3,
+            "rope_freq_dim": 2,
+        },
+    ),
+    "Cosmos3OmniTransformer": (
+        _cosmos_3,
+        {
+            **dict.fromkeys(("attention_head_dim", "num_layers")),
+            **dict.fromkeys(("head_dim", "hidden_size", "intermediate_size"), 16),
+            **dict.fromkeys(("action_gen", "sound_gen"), True),
+            **dict.fromkeys(("action_dim", "sound_dim"), 3),
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 1,
+            "latent_channel": 1,
+            "patch_latent_dim": 4,
+            "rope_axes_dim": (4, 2, 2),
+            "vocab_size": 9,
+            "num_embodiment_domains": 2,
+        },
+    ),
+    "WanTransformer3DModel": (_wan, _WAN),
+    "QwenImageTransformer2DModel": (
+        _qwen_image,
+        {"in_channels": 4, "out_channels": 1, "joint_attention_dim": 8, "axes_dims_rope": (4, 6, 6)},
+    ),
+    "HunyuanVideoTransformer3DModel": (
+        _hunyuan_video,
+        {
+            **dict.fromkeys(("in_channels", "out_channels"), 4),
+            **dict.fromkeys(("num_layers", "num_single_layers", "num_refiner_layers"), 1),
+            **dict.fromkeys(("text_embed_dim", "pooled_projection_dim"), 8),
+            "mlp_ratio": 2.0,
+            "rope_axes_dim": (4, 6, 6),
+        },
+    ),
 }
-ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
-    "FluxTransformer2DModel": _flux,
-    "Flux2Transformer2DModel": _flux2,
-    "ChronoEditTransformer3DModel": _wan,
-    "LTXVideoTransformer3DModel": _ltx,
-    "LTX2VideoTransformer3DModel": _ltx_2,
-    "HeliosTransformer3DModel": _helios,
-    "MiniMaxH3Transformer3DModel": _minimax_h3,
-    "Cosmos3OmniTransformer": _cosmos_3,
-    "WanTransformer3DModel": _wan,
-    "QwenImageTransformer2DModel": _qwen_image,
-    "HunyuanVideoTransformer3DModel": _hunyuan_video,
-}
+"""The function that makes the arguments of a model, and its config; None takes a size of all models out."""
 
 CASES = {
     "flux": Denoiser("FluxTransformer2DModel"),
@@ -346,8 +317,7 @@ CASES = {
     ),
     "ltx": Denoiser("LTXVideoTransformer3DModel", size=(3, 1, 3)),
     "ltx_timesteps": Denoiser("LTXVideoTransformer3DModel", size=(1, 1, 7), options={"per_token": True}),
-    "ltx2": Denoiser("LTX2VideoTransformer3DModel", size=(3, 1, 3)),
-    "ltx2_timesteps": Denoiser("LTX2VideoTransformer3DModel", size=(1, 1, 7), options={"per_token": True}),
+    "ltx2": Denoiser("LTX2VideoTransformer3DModel", size=(3, 1, 3), config={"num_layers": 1}),
     "ltx2_3": Denoiser(
         "LTX2VideoTransformer3DModel",
         size=(2, 1, 4),
@@ -356,7 +326,7 @@ CASES = {
             "rope_type": "split",
             "perturbed_attn": True,
         },
-        options={"use_cross_timestep": True, "spatio_temporal_guidance_blocks": [1]},
+        options={"per_token": True, "use_cross_timestep": True, "spatio_temporal_guidance_blocks": [1]},
     ),
     "helios": Denoiser("HeliosTransformer3DModel", size=(2, 1, 3)),
     "helios_history": Denoiser(
