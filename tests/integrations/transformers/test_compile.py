@@ -41,10 +41,13 @@ def compiled_steps(kind: str, padded: bool) -> tuple[int, list[tuple[Tensor, dic
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("kind", "padded"),
-    [("llama", True), *(pytest.param(x, False, marks=pytest.mark.slow) for x in ("llama", "gemma2"))],
+    ("kind", "padded", "world_size"),
+    [
+        ("llama", True, 2),
+        pytest.param("llama", True, 1, marks=pytest.mark.slow),
+        *(pytest.param(x, False, n, marks=pytest.mark.slow) for x in ("llama", "gemma2") for n in (1, 2)),
+    ],
 )
 def test_compiled_layers_are_one_graph_each_for_all_batches(
     pool: Pools, kind: str, padded: bool, world_size: int

@@ -75,7 +75,7 @@ class CountingBackend:
 
 @pytest.mark.models
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "layers"), [("llama", 2), ("qwen3", 5)])
+@pytest.mark.parametrize(("kind", "layers"), [("llama", 2), ("qwen3", 3)])
 def test_layers_share_compiled_code_which_runs_in_steps_of_a_cache_only(kind: str, layers: int) -> None:
     torch._dynamo.reset()
     model, backend = small(kind, num_hidden_layers=layers), CountingBackend()
@@ -181,12 +181,13 @@ def test_every_kind_of_model_can_be_compiled(kind: str, monkeypatch: pytest.Monk
 
 
 @torch.no_grad()
-def test_inductor_compiles_a_model() -> None:
+def test_inductor_compiles_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    compare_little(monkeypatch, (4,), 200)
     model = small("llama", num_hidden_layers=1)
-    expected = decode(model)
+    expected = decode(model, shapes=((3, 1),))
     assert compile_for_decode(model, Ring()) == 2
-    torch.testing.assert_close(decode(model), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(decode(model, shapes=((3, 1),)), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -206,7 +207,7 @@ def test_layers_that_someone_observes_stay_as_they_are(monkeypatch: pytest.Monke
 def test_wrappers_around_forwards_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     compare_little(monkeypatch)
-    model, factor = small("llama"), [1.0]
+    model, factor = small("llama", num_hidden_layers=1), [1.0]
 
     def steered(plain: Any) -> Any:
         @functools.wraps(plain)
@@ -218,11 +219,11 @@ def test_wrappers_around_forwards_stay_there(monkeypatch: pytest.MonkeyPatch) ->
 
     for part in (model.model.layers[0].self_attn, model.model.layers[0].mlp):
         monkeypatch.setattr(type(part), "forward", steered(type(part).forward))
-    assert compile_for_decode(model, Ring(), backend="eager") == 3
+    assert compile_for_decode(model, Ring(), backend="eager") == 2
     factor[0] = 3.0
     found = decode(model, shapes=((1, 1),))
     monkeypatch.undo()
-    other = small("llama")
+    other = small("llama", num_hidden_layers=1)
     for layer in other.model.layers:
         layer.self_attn.o_proj.weight *= 3
         layer.mlp.down_proj.weight *= 3
@@ -255,25 +256,25 @@ def test_a_model_that_cannot_be_compiled_stays_as_it_is_with_a_warning(
 ) -> None:
     torch._dynamo.reset()
     compare_little(monkeypatch)
-    model = small("llama")
-    expected = decode(model)
+    model = small("llama", num_hidden_layers=1)
+    expected = decode(model, shapes=((1, 1),))
     with pytest.warns(UserWarning, match=why):
         assert compile_for_decode(model, Ring(), backend=backend) == 0
     assert not any("forward" in vars(part) for part in model.modules())
-    assert all(x.equal(y) for x, y in zip(decode(model), expected, strict=True))
+    assert all(x.equal(y) for x, y in zip(decode(model, shapes=((1, 1),)), expected, strict=True))
 
 
 @torch.no_grad()
 def test_later_compile_errors_fall_back_to_eager_and_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     compare_little(monkeypatch)
-    model, fails = small("llama"), list[bool]()
+    model, fails = small("llama", num_hidden_layers=1), list[bool]()
     expected = decode(model, shapes=((2, 3),))
 
     def backend(graph: Any, inputs: Any) -> Any:
         return _failing(graph, inputs) if fails else graph.forward
 
-    assert compile_for_decode(model, Ring(), backend=backend) == 3
+    assert compile_for_decode(model, Ring(), backend=backend) == 2
     fails.append(True)
     with pytest.warns(UserWarning, match=r"LlamaDecoderLayer runs without torch\.compile: OSError: no compiler"):
         found = decode(model, shapes=((2, 3),))  # of several new tokens, which was not compared
@@ -304,7 +305,7 @@ def test_long_sums_in_another_order_are_no_error_and_wrong_ones_are() -> None:
 def _compile_on(fault: str) -> tuple[int, list[str], bool]:
     """Modules that are compiled, and the warnings, on a rank whose neighbour fails or gets other bits."""
     torch._dynamo.reset()
-    model, ring = small("llama"), Ring()
+    model, ring = small("llama", num_hidden_layers=1), Ring()
 
     def backend(graph: Any, inputs: Any) -> Any:
         del inputs
@@ -335,19 +336,3 @@ def test_a_rank_that_fails_or_gets_other_bits_stops_all(pool: Pools) -> None:
     for count, (said,), patched in pool(2).run(_compile_on, "bits"):
         assert "the output of compiled layers" in said
         assert (count, patched) == (0, False)
-
-
-def _answers(kind: str) -> float:
-    """Distance of the logits of a compiled model from those of the plain one, on a ring."""
-    torch._dynamo.reset()
-    ring, model = Ring(), small(kind)
-    expected = decode(model, ring)
-    assert compile_for_decode(model, ring, backend="eager") == 3
-    found = decode(model, ring)
-    ring.close()
-    return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, expected, strict=True))
-
-
-@pytest.mark.dist
-def test_ranks_decode_with_compiled_layers(pool: Pools) -> None:
-    assert all(apart < 2e-6 for apart in pool(2).run(_answers, "llama"))
