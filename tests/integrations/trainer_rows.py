@@ -2,8 +2,8 @@
 
 from tests.integrations.model_table import ModelRow
 
-_TRAINED = "tests/integrations/transformers/test_trainer_models.py::test_ten_steps_equal_one_process"
-_TUNED = "tests/integrations/trl/test_trl.py::test_ten_steps_equal_one_process"
+_TRAINED = "tests/integrations/transformers/test_trainer_models.py::test_steps_equal_one_process"
+_TUNED = "tests/integrations/trl/test_trl.py::test_steps_equal_one_process"
 _REFUSED = "tests/integrations/trl/test_trl.py::test_what_is_refused_is_refused_on_every_rank"
 _ROLLOUTS = "tests/integrations/trl/test_policy.py::test_steps_on_two_ranks_equal_one_process"
 _PREFERENCES = "tests/integrations/trl/test_preferences.py::test_steps_on_two_ranks_equal_one_process"

@@ -23,7 +23,7 @@ from tests.support.scripts import run_on_ranks
 
 
 def loop(folder: str, cp: int, fsdp: bool = False, resumed: bool = False) -> Any:
-    """Losses, norms and learning rates of ten steps of two batches, and how far parameters moved."""
+    """Losses, norms and learning rates of six steps of two batches, and how far parameters moved."""
     with processes() as world_size:
         if fsdp:
             PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
@@ -38,12 +38,12 @@ def loop(folder: str, cp: int, fsdp: bool = False, resumed: bool = False) -> Any
         model = make("llama", "ringattn" if cp else "sdpa", torch.float32, use_cache=False)
         start = {name: x.detach().clone() for name, x in model.named_parameters()}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=10)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=6)
         loader = DataLoader(samples(), batch_size=2, collate_fn=DataCollatorWithFlattening())  # pyright: ignore[reportArgumentType]
         prepare = context_parallel(accelerator, cp).prepare if cp else accelerator.prepare
         model, optimizer, scheduler, loader = prepare(model, optimizer, scheduler, loader)
         history = []
-        while len(history) < 10:
+        while len(history) < 6:
             for batch in loader:
                 with accelerator.accumulate(model):
                     loss = model(**batch).loss
@@ -52,11 +52,11 @@ def loop(folder: str, cp: int, fsdp: bool = False, resumed: bool = False) -> Any
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                if norm is not None and len(history) < 10:
+                if norm is not None and len(history) < 6:
                     mean = accelerator.reduce(loss.detach(), "mean").item()
                     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
                     history.append({"loss": mean, "norm": float(norm), "rate": scheduler.get_last_lr()[0]})
-                if len(history) == 5 and resumed:
+                if len(history) == 4 and resumed:
                     resumed = False
                     accelerator.save_state(folder)
                     accelerator.wait_for_everyone()

@@ -38,7 +38,7 @@ class Packed:
 
 
 def train(folder: str, ring: dict[str, Any], packed: bool) -> Any:
-    """The outcome of ten steps: of AxolotlTrainer without ring_size."""
+    """The outcome of the steps: of AxolotlTrainer without ring_size."""
     with processes() as world_size:
         cfg, plugin = DictDefault(ring), RingPlugin()
         size = ring.get("ring_size", 0)

@@ -94,11 +94,11 @@ def test_calls_without_the_keyword_and_without_a_count_are_as_before() -> None:
 
 
 def train(folder: str, cp: int, **options: Any) -> Any:
-    """The outcome of ten steps of packed documents, and of evaluations: of Trainer with cp 0, of RingTrainer otherwise."""
+    """The outcome of the steps of packed documents, and of evaluations: of Trainer with cp 0, of RingTrainer otherwise."""
     with processes() as world_size:
         model = make("llama", "ringattn" if cp else "sdpa", torch.float32, use_cache=False)
         start = {name: x.detach().clone() for name, x in model.named_parameters()}
-        chosen = {"eval_strategy": "steps", "eval_steps": 5, "prediction_loss_only": True, **options}
+        chosen = {"eval_strategy": "steps", "eval_steps": 3, "prediction_loss_only": True, **options}
         chosen["gradient_accumulation_steps"] = 2 * max(cp, 1) // world_size
         args = Arguments(**settings(folder, **chosen))
         if options.get("fsdp"):

@@ -31,7 +31,7 @@ def build(folder: str, cp: int, more: dict[str, Any], **options: Any) -> Any:
 
 
 def train(folder: str, cp: int, more: dict[str, Any], **options: Any) -> Any:
-    """The outcome of ten steps, and the bytes of host memory."""
+    """The outcome of the steps, and the bytes of host memory."""
     with processes() as world_size:
         accumulate = 2 * max(cp, 1) // world_size
         trainer = build(folder, cp, more, gradient_accumulation_steps=accumulate, **options)

@@ -75,7 +75,7 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
 
 
 def train(folder: str, kind: str, cp: int, checkpoint: str | None = None, **options: Any) -> Any:
-    """The outcome of ten steps: of Trainer with cp 0, of RingTrainer otherwise."""
+    """The outcome of the steps: of Trainer with cp 0, of RingTrainer otherwise."""
     chosen = "sdpa" if kind != "gpt_oss" else "eager"
     with processes() as world_size:
         replicas = world_size // max(cp, 1)
@@ -111,7 +111,7 @@ def expected(kind: str, *options: tuple[str, Any]) -> Any:
 @pytest.mark.dist
 @pytest.mark.parametrize("row", [row for row in works(ROWS, "RingTrainer") if row.kind in CONFIGS], ids=str)
 @pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 2), (4, 4), pytest.param(4, 2, marks=OF_FIVE)])
-def test_ten_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
+def test_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
     """On four ranks with a context parallel size of two, FSDP2 shards over all four."""
     if row.kind == "modernbert" and not FIVE:
         pytest.skip("4.x computes its attention itself")
@@ -123,10 +123,10 @@ def test_ten_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow,
 
 @pytest.mark.dist
 def test_a_run_that_is_resumed_makes_the_steps_of_one_that_went_on(pool: Pools, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"include_num_input_tokens_seen": "all", "save_strategy": "steps", "save_steps": 5}
+    options: dict[str, Any] = {"include_num_input_tokens_seen": "all", "save_strategy": "steps", "save_steps": 4}
     history, moved = train(str(tmp_path / "alone"), "llama", 0, **options)
     pool(2).run(train, str(tmp_path), "llama", 2, **options)
-    resumed = pool(2).run(train, str(tmp_path), "llama", 2, checkpoint=str(tmp_path / "checkpoint-5"), **options)
+    resumed = pool(2).run(train, str(tmp_path), "llama", 2, checkpoint=str(tmp_path / "checkpoint-4"), **options)
     for found, reached in resumed:
         # the mean loss of a resumed run is that of its own steps
         assert_same((found[:-1], reached), (history[:-1], moved))
@@ -151,11 +151,11 @@ def test_bf16_on_two_ranks_is_as_near_to_fp32_as_on_one(pool: Pools, tmp_path: P
     [
         pytest.param({**SMOOTHED, "gradient_checkpointing": True}, marks=OF_FIVE),
         {"torch_compile": True, "torch_compile_backend": "eager"},
-        {"eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 5},
+        {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 5},
     ],
     ids=["smoothed", "compiled", "evaluated"],
 )
-def test_options_change_ten_steps_as_on_one_process(pool: Pools, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_options_change_steps_as_on_one_process(pool: Pools, tmp_path: Path, options: dict[str, Any]) -> None:
     alone = train(str(tmp_path), "llama", 0, **options)
     for mine in pool(2).run(train, str(tmp_path), "llama", 2, **options):
         assert_same(mine, alone)
@@ -172,7 +172,7 @@ def right(found: EvalPrediction) -> dict[str, float]:
 
 
 def classify(folder: str, cp: int) -> Any:
-    """The outcome of ten steps of a head that chooses the last token of each row."""
+    """The outcome of the steps of a head that chooses the last token of each row."""
     with processes():
         register()
         config = AutoConfig.for_model(**CONFIGS["llama"], num_labels=3)
@@ -183,7 +183,7 @@ def classify(folder: str, cp: int) -> Any:
         more: dict[str, Any] = {"context_parallel_size": cp, "pooling": True} if cp else {}
         trainer = (RingTrainer if cp else Trainer)(
             model=model,
-            args=TrainingArguments(**settings(folder, eval_strategy="steps", eval_steps=5)),
+            args=TrainingArguments(**settings(folder, eval_strategy="steps", eval_steps=3)),
             data_collator=label_texts,
             train_dataset=samples(),
             eval_dataset=samples()[:5],  # pyright: ignore[reportArgumentType]

@@ -38,7 +38,7 @@ def judged(count: int = 12) -> Dataset:
 
 
 def train(folder: str, stack: str, cp: int, *, lora: bool = False, without: str = "", **options: Any) -> Any:
-    """The outcome of ten steps: of TRL's trainer with cp 0, of ours otherwise."""
+    """The outcome of the steps: of TRL's trainer with cp 0, of ours otherwise."""
     theirs, ours, config = STACKS[stack]
     chosen = {"max_length": 64, "bf16": False, "gradient_checkpointing": False, **options}
     with processes():
@@ -68,7 +68,7 @@ def train(folder: str, stack: str, cp: int, *, lora: bool = False, without: str 
         return [{k: x for k, x in row.items() if not without or without not in k} for row in history], moved
 
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 # ORPOTrainer averages logits of padding, too; the sign of a difference of equal numbers is that of its rounding
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("RingKTOTrainer", {}),

@@ -32,7 +32,7 @@ STACKS: dict[str, tuple[Any, Any, Any]] = {
 FIVE = transformers.__version__.startswith("5.")
 SMOOTHED = pytest.mark.skipif(not FIVE, reason="4.57 sums the smoothed losses of batches")
 FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 ADAPTERS = {
     "lora": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
@@ -81,7 +81,7 @@ def build(
 
 
 def train(folder: str, stack: str, kind: str, cp: int, **options: Any) -> Any:
-    """The outcome of ten steps."""
+    """The outcome of the steps."""
     if kind == "gpt_oss":
         options["router_aux_loss_coef"] = 0.0
     with processes() as world_size:
@@ -109,7 +109,7 @@ CASES += [(row, *ranks) for row in TRAINED if row.kind == "llama" for ranks in (
 @pytest.mark.models
 @pytest.mark.dist
 @pytest.mark.parametrize(("row", "ranks", "cp"), CASES, ids=lambda x: getattr(x, "stack", "") + str(x))
-def test_ten_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
+def test_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
     """On four ranks with a context parallel size of two, FSDP2 shards over all four."""
     options = FSDP if cp < ranks else {}
     alone = expected(row.stack, row.kind)
@@ -150,7 +150,7 @@ def test_checkpoints_in_host_memory_and_mlps_by_chunks_change_no_step(pool: Pool
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
-def test_options_change_ten_steps_as_on_one_process(
+def test_options_change_steps_as_on_one_process(
     pool: Pools, tmp_path: Path, stack: str, options: dict[str, Any]
 ) -> None:
     alone = train(str(tmp_path), stack, "llama", 0, **options)
