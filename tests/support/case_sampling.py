@@ -1,8 +1,8 @@
 """Samples the cases of slow tests: a share of them runs each time, the others only with `python -m pytest -m slow`.
 
 The tests of a marker in `RATES` run the same code in many cases (kernels in the emulator and the interpreter, launches compiled
-offline, models). The sample is drawn by a seed and the name of a case, so it is the same every day and for every worker. Where
-several releases of Triton or transformers are tested, each runs other cases.
+offline, models, rings of several sizes). The sample is drawn by a seed and the name of a case, so it is the same every day and for
+every worker. Where several releases of Triton or transformers are tested, each runs other cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import defaultdict
 import pytest
 
 SEED = 0
-RATES = {"emulated": 0.19, "interpreted": 0.25, "compiled": 0.14, "models": 0.27, "families": 0.08}
+RATES = {"emulated": 0.19, "interpreted": 0.25, "compiled": 0.14, "models": 0.27, "rings": 0.5, "families": 0.08}
 """Share of the cases of a test that runs, by marker; at least one runs."""
 RELEASES = {"triton": ("3.7", "3.6", "3.8"), "transformers": ("5", "4.57")}
 """Releases in the order in which they take the next cases of a sample."""

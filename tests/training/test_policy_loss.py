@@ -137,6 +137,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.dist
+@pytest.mark.rings
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["rows", "packed"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

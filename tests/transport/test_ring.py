@@ -178,6 +178,7 @@ def test_the_backward_moves_the_side_of_which_the_busiest_rank_moves_fewer_bytes
 
 
 @pytest.mark.dist
+@pytest.mark.rings
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_the_simulated_ring_to_the_bit(pool: Pools, name: str, world_size: int) -> None:

@@ -124,6 +124,7 @@ def on_ranks(
     return whole, grads
 
 
+@pytest.mark.rings
 @pytest.mark.parametrize("op", list(OPS))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
@@ -261,6 +262,7 @@ def resharded(n: int, before: str, after: str) -> tuple[bool, bool]:
     return torch.equal(y, new.shard(whole)), torch.equal(x.grad, old.shard(2 * whole))
 
 
+@pytest.mark.rings
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("n", [2, 23, 64])
 @pytest.mark.parametrize(
