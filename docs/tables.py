@@ -161,23 +161,55 @@ def models() -> str:
 def families() -> str:
     """Verdicts on the causal families of transformers, as `families.py` has found them."""
     found = json.loads((HERE / "results" / "families.json").read_text())
-    rows: list[list[object]] = []
-    untried: list[str] = []
-    for kind, verdicts in sorted(found["families"].items()):
-        if any(verdict.startswith("not tried") for verdict in verdicts.values()):
-            untried.append(f"`{kind}`")
-            continue
-        reasons = {verdict.partition(": ")[2] for verdict in verdicts.values()} - {""}
-        # a pipe would end the cell
-        rows.append(
-            [f"`{kind}`", *(verdict.partition(":")[0] for verdict in verdicts.values()), "; ".join(sorted(reasons))]
-        )
-    untried_text = f"Not tried, as no small random model of the family could be made: {', '.join(untried)}."
+    by_text, untried, rows = list[str](), list[list[object]](), dict[str, dict[str, str]]()
+    for kind, verdicts in found["families"].items():
+        reason = next((x for x in verdicts.values() if x.startswith("not tried: ")), "").partition(": ")[2]
+        text = reason.partition("see its text model ")[2]
+        if text:
+            by_text.append(f"`{kind}` ({'not in the table' if text not in found['families'] else f'`{text}`'})")
+        elif reason:
+            untried.append([f"`{kind}`", reason])
+        else:
+            rows[kind] = verdicts
     heads = ["family", "plain", "padded", "packed", "the error says"]
-    return f"With transformers {found['transformers']}. {untried_text}\n\n{table(heads, rows)}"
+    return (
+        f"With transformers {found['transformers']}. Listed by the text model: {', '.join(by_text)}.\n\n"
+        f"{table(heads, _verdicts(rows))}\n\nNot tried, as the model alone does not run on text in this way:\n\n"
+        f"{table(['family', 'one process says'], untried)}"
+    )
 
 
-TABLES = {"work": work, "kernels": kernels, "moved": moved, "models": models, "families": families}
+def _verdicts(found: dict[str, dict[str, str]]) -> Iterable[list[object]]:
+    for kind, verdicts in found.items():
+        reasons = {verdict.partition(": ")[2] for verdict in verdicts.values()} - {""}
+        yield [f"`{kind}`", *(verdict.partition(":")[0] for verdict in verdicts.values()), "; ".join(sorted(reasons))]
+
+
+def latent_families() -> str:
+    """Verdicts on models with latent attention, as `families.py` has found them."""
+    found = json.loads((HERE / "results" / "families.json").read_text())
+    heads = [
+        "family",
+        "trains on 1 rank",
+        "2",
+        "3",
+        "generates: greedy",
+        "batch",
+        "padded",
+        "assisted",
+        "the error says",
+    ]
+    return f"With transformers {found['transformers']}:\n\n{table(heads, _verdicts(found['latent']))}"
+
+
+TABLES = {
+    "work": work,
+    "kernels": kernels,
+    "moved": moved,
+    "models": models,
+    "families": families,
+    "latent_families": latent_families,
+}
 
 
 def fill(page: str) -> str:
