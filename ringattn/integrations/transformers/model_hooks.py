@@ -76,6 +76,7 @@ def _watch(module: nn.Module, *_: Any) -> None:
     # a copy has the hooks and this attribute
     if isinstance(module, PreTrainedModel) and "_watched_by_ringattn" not in vars(module):
         vars(module)["_watched_by_ringattn"] = True
+        check_supported(module, "new model")
         module.register_forward_pre_hook(_before, with_kwargs=True)
         module.register_forward_hook(_after, with_kwargs=True)
 

@@ -211,6 +211,13 @@ def _counts_from_padding(kind: type[nn.Module]) -> bool:
     return POSITIONS_FROM_PADDING in file_of(kind) or any(POSITIONS_FROM_PADDING in vars(part) for part in parts)
 
 
+def _chooses_attention_class(model: PreTrainedModel) -> str | None:
+    if getattr(model.config, "_attn_implementation", None) != NAME:
+        return None
+    tables = [x for name, x in file_of(type(model)).items() if name.endswith("_ATTENTION_CLASSES")]
+    return type(model).__name__ if any(NAME not in x for x in tables) else None
+
+
 def _numbers_rows(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
     if torch.compiler.is_compiling():
         return None
@@ -492,6 +499,13 @@ TABLE = (
     *_without(
         "batch",
         use_cache="use_cache must be False: decoding over a sharded cache is not supported yet; leave it out of the batch",
+    ),
+    # a model that is being made
+    Unsupported(
+        "new model",
+        _chooses_attention_class,
+        "a model must attend through transformers' attention interface, got {got}, which chooses among attention classes of its "
+        "own; run this model on one process, with attn_implementation='sdpa'",
     ),
     # a RingTrainer
     Unsupported(

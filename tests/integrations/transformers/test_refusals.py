@@ -750,3 +750,14 @@ def test_a_ring_whose_processes_are_several_ranks_is_refused() -> None:
     model, sharding = make("llama", "ringattn"), ring.sharding(12)
     with pytest.raises(NotImplementedError, match="one virtual rank per process, got virtual_size=2"):
         model(input_ids=sharding.shard(ids), position_ids=sharding.positions[None], sharding=sharding)
+
+
+@pytest.mark.parametrize("kind", ["falcon", "gpt_neo"])
+def test_models_with_attention_classes_of_their_own_are_refused_when_they_are_made(kind: str) -> None:
+    """Transformers looks for the name among its classes: KeyError, without a word of what to do."""
+    register()
+    with (
+        torch.device("meta"),
+        pytest.raises(NotImplementedError, match=r"attention interface, got (Falcon|GPTNeo)Model"),
+    ):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind), attn_implementation="ringattn")
