@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ringattn.integrations.transformers import register
 from ringattn.integrations.transformers.batch import RingCollator
@@ -63,6 +63,45 @@ def replica_of(ring: Ring, world_size: int, process_index: int) -> tuple[int, in
             f"{process_index} as its rank {ring.rank}; make it of the innermost dimension of a device mesh"
         )
     return replicas, index
+
+
+class StreamReader:
+    """An Accelerator that lets each rank of a ring read a whole stream; other attributes are those of the Accelerator.
+
+    Ranks of a ring compare the batches they have read (`shard_batch`). Several rings take turns of a batch each, or shards of a
+    stream of `datasets`, and a last batch is filled up from the first ones, as accelerate does for processes.
+    """
+
+    def __init__(self, accelerator: Any, ring: Ring) -> None:
+        self._accelerator, self._ring = accelerator, ring
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def prepare(self, dataloader: DataLoader) -> DataLoader:
+        """Return what the Accelerator makes of a DataLoader."""
+        if isinstance(dataloader, DataLoaderShard) or not isinstance(dataloader.dataset, IterableDataset):
+            return self._accelerator.prepare(dataloader)
+        if self.dispatch_batches:
+            raise NotImplementedError(
+                "dispatch_batches must be left out where ranks share a sequence, got True, by which each rank would get another "
+                "part of a stream; every rank then reads the stream itself"
+            )
+        replicas, index = replica_of(self._ring, self.num_processes, self.process_index)
+        made = prepare_data_loader(
+            dataloader,
+            self.device,
+            num_processes=replicas,
+            process_index=index,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(made)
+        return made
 
 
 class FilledBatches:

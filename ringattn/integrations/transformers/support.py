@@ -49,7 +49,7 @@ POSITIONS_FROM_PADDING = "create_position_ids_from_input_ids"
 
 ATTENTION_KEYWORDS = frozenset(
     "cache_position gather_outputs labels logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states "
-    "output_router_logits return_dict shift_labels use_cache".split()
+    "output_router_logits return_dict shift_labels skip_logits use_cache".split()
 )
 """Keywords that reach attention because models pass on what they are given, and that do not change attention."""
 
@@ -212,7 +212,7 @@ def _counts_from_padding(kind: type[nn.Module]) -> bool:
 
 
 def _chooses_attention_class(model: PreTrainedModel) -> str | None:
-    if getattr(model.config, "_attn_implementation", None) != NAME:
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) != NAME:
         return None
     tables = [x for name, x in file_of(type(model)).items() if name.endswith("_ATTENTION_CLASSES")]
     return type(model).__name__ if any(NAME not in x for x in tables) else None
@@ -548,10 +548,6 @@ TABLE = (
     ),
     *_without(
         "shared training",
-        use_liger_kernel="use_liger_kernel must be False where ranks share a sequence, got {got}: it replaces the forward and the "
-        "loss of the model, which is not tested with the rows of a rank; leave it out, or train on one process",
-        neftune_noise_alpha="neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be "
-        "scaled by the length of a shard, not of the sequence; train on one process",
         use_vllm="use_vllm must be False where ranks share a sequence, got {got}: its engines and clients are one per process; "
         "leave it out to generate on the ring, or pass a rollout_func that asks a server",
         use_transformers_continuous_batching="use_transformers_continuous_batching must be False where ranks share a sequence, "

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -22,13 +23,14 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ringattn.autograd import num_forwards
 from ringattn.integrations.accelerate.context_parallel import (
     FilledBatches,
+    StreamReader,
     check_parallelism,
     make_ring,
     replica_of,
@@ -46,6 +48,7 @@ from ringattn.ring import Ring
 from ringattn.training import Offload, Offloader, save_memory_
 
 _Base = Trainer if TYPE_CHECKING else object
+_NOT_CHUNKED = ("label_smoothing_factor", "pooling", "torch_compile", "use_liger_kernel")
 _OPTIONS = ("layout", "shift_labels", "pooling", "balance", "pack")
 
 
@@ -72,7 +75,7 @@ class RingTrainerMixin(_Base):
             another rank of the ring failed to make its trainer, or makes one for another model. In use: a sequence is longer than
             the learned positions.
         NotImplementedError: An option is not supported among ranks that share a sequence; the message names it. At the first
-            batch: the model averages the loss over the labels of a shard. When data is loaded: a dataset has no length.
+            batch: the model averages the loss over the labels of a shard.
         RuntimeError: The model does not attend with ringattn, or in training: it did not.
     """
 
@@ -121,6 +124,8 @@ class RingTrainerMixin(_Base):
         self._filled: FilledBatches | None = None
         self._counts: list[int] | None = None
         self._evaluated = 0
+        self._tokens_shape: tuple[int, ...] = ()
+        self._sharding: Sharding | None = None
         # ranks wait for each other where models are wrapped, also for one whose options were refused
         with self.ring.propagate_errors():
             if self.ring.world_size > 1 and arguments is not None:
@@ -139,6 +144,16 @@ class RingTrainerMixin(_Base):
             if self.ring.world_size > 1:
                 check_supported(self, "shared trainer")
                 check_models_of(cast(nn.Module, self.model))
+                self._check_evaluations()
+                if self.args.use_liger_kernel and (self.label_smoother or self.modules_with_whole_outputs()):
+                    raise NotImplementedError(
+                        "use_liger_kernel must come with RingTrainer or RingSFTTrainer and without label_smoothing_factor where "
+                        f"ranks share a sequence, got it with {type(self).__name__}, which takes its loss from other outputs than "
+                        "Liger's; leave one out. The trainers of TRL compute their heads by chunks without it"
+                    )
+                if self.neftune_noise_alpha is not None:
+                    self.add_callback(WholeNoise(self, self.neftune_noise_alpha))
+                    self.neftune_noise_alpha = None  # else Trainer scales noise by the rows of a rank
         self.ring.assert_equal_across_ranks("the model of a RingTrainer", type(self.model).__name__)
         self._max_positions = max_learned_positions(self.model)
         if self.label_smoother is not None:
@@ -153,6 +168,8 @@ class RingTrainerMixin(_Base):
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's rows of a whole batch, as `shard_batch` does; raise when a model has not learned so many positions."""
         part = shard_batch(batch, self.ring, **self._options)
+        tokens = batch.get("input_ids")
+        self._sharding, self._tokens_shape = part["sharding"], () if tokens is None else tuple(tokens.shape)
         longest = max(rank_end_positions(part["sharding"]), default=0)
         if self._max_positions is not None and longest > self._max_positions:
             raise ValueError(
@@ -163,7 +180,9 @@ class RingTrainerMixin(_Base):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return Trainer's, with the same samples and worker seeds on all ranks of a ring."""
-        dataloader = self._share(super().get_train_dataloader())
+        with self._rings_read():
+            dataloader = super().get_train_dataloader()
+        dataloader = self._share(dataloader)
         loader: Any = getattr(dataloader, "base_dataloader", dataloader)
         seed = loader.worker_init_fn
         if isinstance(seed, partial) and "rank" in seed.keywords:
@@ -173,11 +192,15 @@ class RingTrainerMixin(_Base):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return Trainer's, with the same samples on all ranks of a ring, and each sample in one batch, as on one process."""
-        return self._share(super().get_eval_dataloader(eval_dataset), evenly=self.evaluates_evenly)
+        with self._rings_read():
+            dataloader = super().get_eval_dataloader(eval_dataset)
+        return self._share(dataloader, evenly=self.evaluates_evenly)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return Trainer's, as `get_eval_dataloader` does."""
-        return self._share(super().get_test_dataloader(test_dataset), evenly=self.evaluates_evenly)
+        with self._rings_read():
+            dataloader = super().get_test_dataloader(test_dataset)
+        return self._share(dataloader, evenly=self.evaluates_evenly)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of a step: those of all rings."""
@@ -310,9 +333,16 @@ class RingTrainerMixin(_Base):
 
         return recursively_apply(gather, data)
 
+    def _check_evaluations(self) -> None:
+        """Raise now where rings cannot share the samples that are evaluated in training, and not at the first evaluation."""
+        sets = getattr(self, "eval_dataset", None)
+        if sets is not None and self.args.eval_strategy != "no":
+            for name in sets if isinstance(sets, dict) else [None]:
+                self.get_eval_dataloader(name)
+
     def _enable_chunked_loss(self) -> None:
         options = {**vars(self.args), **self._options}
-        unfit = {name: x for name in ("label_smoothing_factor", "pooling", "torch_compile") if (x := options.get(name))}
+        unfit = {name: x for name in _NOT_CHUNKED if (x := options.get(name))}
         if not self.loss_by_model or unfit:
             raise ValueError(
                 f"chunked_loss must be left out of {type(self).__name__} with {unfit or 'a loss of its own'}, got True; it is for "
@@ -376,7 +406,26 @@ class RingTrainerMixin(_Base):
             )
         self._loss_checked = True
 
+    @contextmanager
+    def _rings_read(self) -> Iterator[None]:
+        """Let the trainer's accelerator prepare streams for rings."""
+        before = self.accelerator
+        if self.ring.world_size > 1:
+            self.accelerator = StreamReader(before, self.ring)
+        try:
+            yield
+        finally:
+            self.accelerator = before
+
     def _share(self, dataloader: DataLoader, evenly: bool | None = None) -> DataLoader:
+        if self.ring.world_size > 1 and isinstance(dataloader.dataset, IterableDataset):
+            if evenly is not None and self.ring.world_size < self.args.world_size:
+                raise NotImplementedError(
+                    "samples to evaluate must have a length where several rings share them, got "
+                    f"{type(dataloader.dataset).__name__}, of which some would count twice; take samples of the stream into a "
+                    "list before, or evaluate with one ring"
+                )
+            return dataloader  # of a StreamReader
         return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, evenly=evenly)
 
 
@@ -413,6 +462,39 @@ def shard_calls(module: nn.Module, shard: Callable[[dict[str, Any]], dict[str, A
         module.register_forward_pre_hook(untraced(shard_inputs), with_kwargs=True),
         module.register_forward_hook(untraced(gather_outputs), with_kwargs=True),
     )
+
+
+class WholeNoise(TrainerCallback):
+    """NEFTune on a ring: while a trainer trains, rows of embeddings get this rank's share of the noise of whole sequences.
+
+    Every rank draws all of it, so ranks whose generators are in the same state add what one process adds.
+    """
+
+    def __init__(self, trainer: RingTrainerMixin, alpha: float) -> None:
+        self._trainer, self._alpha = trainer, alpha
+        self._handle: RemovableHandle | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Register the hook of the embeddings."""
+        embeddings: Any = inner_model(self._trainer.model).get_input_embeddings()
+        self._handle = embeddings.register_forward_hook(untraced(self._add))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Remove it."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _add(self, module: nn.Module, _: Any, rows: Tensor) -> Tensor:
+        trainer, sharding = self._trainer, self._trainer._sharding
+        if not module.training or sharding is None:
+            return rows
+        whole = (*(trainer._tokens_shape or (rows.shape[0], sharding.seq_len)), rows.shape[-1])  # b n d
+        most = self._alpha / (whole[1] * whole[2]) ** 0.5
+        noise = torch.empty(whole, dtype=rows.dtype, device=rows.device).uniform_(-most, most)
+        if rows.shape[1] == sharding.shard_len:
+            noise = noise.view(len(rows), -1, whole[2])  # documents of several rows come in one
+            noise = sharding.shard(nn.functional.pad(noise, (0, 0, 0, sharding.seq_len - noise.shape[1])), dim=1)
+        return rows + noise
 
 
 @dataclass

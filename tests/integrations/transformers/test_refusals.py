@@ -720,7 +720,6 @@ def test_wrong_calls_of_one_rank_are_errors_on_all(pool: Pools, kind: str, expec
     ("options", "match"),
     [
         ({"deepspeed_plugin": object()}, "must be sharded by FSDP or by DDP, got DeepSpeed"),
-        ({"deepspeed_plugin": None, "use_liger_kernel": True}, "use_liger_kernel must"),
         ({"deepspeed_plugin": None, "predict_with_generate": True}, "predict_with_generate must"),
     ],
 )

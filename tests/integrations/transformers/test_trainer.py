@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import BatchSampler, Dataset
+from torch.utils.data import BatchSampler, Dataset, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from ringattn import Ring
@@ -305,7 +306,6 @@ def build_shared(folder: str, name: str, value: Any) -> str:
     ("name", "value"),
     [
         pytest.param("train_sampling_strategy", "batch_rebalance", marks=pytest.mark.skipif(not FIVE, reason="of 5.x")),
-        ("neftune_noise_alpha", 5.0),
         ("eval_use_gather_object", True),
     ],
 )
@@ -316,6 +316,35 @@ def test_options_that_would_see_a_shard_as_a_batch_are_refused(
     for told in pool(2).run(build_shared, str(tmp_path), name, value):
         assert told.startswith(f"{name} must be ")
         assert "where ranks share a sequence" in told
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Samples()[0]])
+
+
+def refused_streams(folder: str) -> list[str]:
+    """Errors of a stream that one process would read for all, and of one that two rings would evaluate."""
+    with processes() as world_size:
+        ring = Ring(init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "cp"))["cp"])
+        more: dict[str, Any] = {"ring": ring, "train_dataset": Stream(), "eval_dataset": Stream()}
+        told = []
+        for options in ({"eval_strategy": "steps"}, {"eval_strategy": "no", "dispatch": True}):
+            dispatch = {"dispatch_batches": options.pop("dispatch", False)}
+            args = arguments(folder, max_steps=1, eval_steps=1, accelerator_config=dispatch, **options)
+            with pytest.raises(NotImplementedError) as raised:
+                RingTrainer(make("llama", "ringattn", torch.float32), args, **more).train()
+            told.append(str(raised.value))
+        return told
+
+
+@pytest.mark.dist
+def test_streams_that_rings_cannot_read_are_refused_by_name(pool: Pools, tmp_path: Path) -> None:
+    for evaluated, dispatched in pool(4).run(refused_streams, str(tmp_path)):
+        assert "samples to evaluate must have a length where several rings share them" in evaluated
+        assert "dispatch_batches must be left out" in dispatched
 
 
 def build_alone(folder: str) -> str:

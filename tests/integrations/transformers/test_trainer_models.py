@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -19,6 +22,8 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils.import_utils import is_liger_kernel_available
 
 from ringattn.integrations.transformers import register
 from ringattn.integrations.transformers.trainer import RingTrainer
@@ -74,7 +79,16 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
     }
 
 
-def train(folder: str, kind: str, cp: int, checkpoint: str | None = None, **options: Any) -> Any:
+class Stream(IterableDataset[Any]):
+    """The samples, without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(samples())
+
+
+def train(
+    folder: str, kind: str, cp: int, checkpoint: str | None = None, streamed: bool = False, **options: Any
+) -> Any:
     """The outcome of the steps: of Trainer with cp 0, of RingTrainer otherwise."""
     chosen = "sdpa" if kind != "gpt_oss" else "eager"
     with processes() as world_size:
@@ -93,7 +107,7 @@ def train(folder: str, kind: str, cp: int, checkpoint: str | None = None, **opti
             if kind in ("gpt_oss", "modernbert") or options.get("eval_strategy")
             else DataCollatorWithFlattening(),
             # compiled code is made again for each length
-            train_dataset=samples(9 if options.get("torch_compile") else None),
+            train_dataset=Stream() if streamed else samples(9 if options.get("torch_compile") else None),
             eval_dataset=samples(),
             compute_metrics=accuracy if options.get("eval_strategy") else None,
             **more,
@@ -158,6 +172,62 @@ def test_bf16_on_two_ranks_is_as_near_to_fp32_as_on_one(pool: Pools, tmp_path: P
 def test_options_change_steps_as_on_one_process(pool: Pools, tmp_path: Path, options: dict[str, Any]) -> None:
     alone = train(str(tmp_path), "llama", 0, **options)
     for mine in pool(2).run(train, str(tmp_path), "llama", 2, **options):
+        assert_same(mine, alone)
+
+
+@pytest.mark.dist
+def test_noise_of_embeddings_is_that_of_whole_sequences(pool: Pools, tmp_path: Path) -> None:
+    """Rows of a rank would get more of it, by the root of the ranks, and both ranks the same."""
+    options = {"neftune_noise_alpha": 20.0, "max_steps": 3}
+    alone = train(str(tmp_path), "llama", 0, **options)
+    for mine in pool(2).run(train, str(tmp_path), "llama", 2, **options):
+        assert_same(mine, alone)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rings_of_two_ranks_read_streams_as_one_process_does(pool: Pools, tmp_path: Path, ranks: int) -> None:
+    alone = train(str(tmp_path), "llama", 0, streamed=True, max_steps=4)
+    for history, moved in pool(ranks).run(train, str(tmp_path), "llama", 2, streamed=True, max_steps=4):
+        # without a length, epochs are counted by the samples that each process has read
+        mine, theirs = (
+            [{k: x for k, x in row.items() if k != "epoch"} for row in rows] for rows in (history, alone[0])
+        )
+        assert_same((mine, moved), (theirs, alone[1]))
+
+
+def fused(self: Any, labels: Any = None, shift_labels: Any = None, skip_logits: Any = None, **kwargs: Any) -> Any:
+    """As the forward that Liger gives a model (`lce_forward` of liger-kernel 0.8.5), with torch's operations."""
+    rows, count = self.model(**kwargs)[0], kwargs.get("num_items_in_batch")
+    if not (self.training if skip_logits is None else skip_logits):
+        logits = self.lm_head(rows)
+        loss = self.loss_function(logits, labels, self.config.vocab_size, shift_labels=shift_labels, **kwargs)
+        return CausalLMOutput(loss=loss, logits=logits)
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    flat = (rows.flatten(0, 1) @ self.lm_head.weight.T, shift_labels.flatten())
+    reduction = "mean" if count is None else "sum"
+    return CausalLMOutput(loss=torch.nn.functional.cross_entropy(*flat, reduction=reduction) / (count or 1))
+
+
+def train_fused(folder: str, cp: int, **options: Any) -> Any:
+    def apply(model: Any, _: Any) -> None:
+        model.forward = MethodType(fused, model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_liger_kernel_available():
+            patch.setattr(transformers.trainer, "apply_liger_kernel", apply)
+        # the interpreter does not run these, to which it passes numbers of Python
+        kernels = {"rms_norm": False, "swiglu": False}
+        return train(folder, "llama", cp, use_liger_kernel=True, liger_kernel_config=kernels, **options)
+
+
+@pytest.mark.dist
+def test_a_loss_without_logits_on_a_ring_is_that_of_one_process(pool: Pools, tmp_path: Path) -> None:
+    """With a stand-in for Liger's forward, or with liger-kernel where it is installed: on CPUs with TRITON_INTERPRET=1."""
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2, "prediction_loss_only": True}
+    alone = train(str(tmp_path), "llama", 0, **options)
+    for mine in pool(2).run(train_fused, str(tmp_path), 2, **options):
         assert_same(mine, alone)
 
 

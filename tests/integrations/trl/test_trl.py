@@ -216,10 +216,22 @@ def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(
 
 def refused_evaluation(folder: str) -> str:
     with pytest.raises(ValueError, match="samples to evaluate must be full batches") as refused:
-        evaluation(folder, "RingDPOTrainer", 2)
+        with processes():
+            build(folder, "RingDPOTrainer", "llama", 2, per_device_eval_batch_size=2, eval_strategy="steps")
     return str(refused.value)
 
 
 @pytest.mark.dist
-def test_pairs_that_rings_cannot_share_evenly_are_refused(pool: Pools, tmp_path: Path) -> None:
+def test_pairs_that_rings_cannot_share_evenly_are_refused_before_training(pool: Pools, tmp_path: Path) -> None:
     assert len(pool(4).run(refused_evaluation, str(tmp_path))) == 4
+
+
+def refused_liger(folder: str) -> str:
+    with processes(), pytest.raises(NotImplementedError, match="use_liger_kernel must come with") as refused:
+        build(folder, "RingRewardTrainer", "llama", 2, use_liger_kernel=True)
+    return str(refused.value)
+
+
+@pytest.mark.dist
+def test_liger_is_refused_where_the_loss_reads_other_outputs(pool: Pools, tmp_path: Path) -> None:
+    assert all("got it with RingRewardTrainer" in told for told in pool(2).run(refused_liger, str(tmp_path)))
