@@ -48,7 +48,7 @@ class Idle:
         busy: The caller's stream has something to do all the same.
     """
 
-    copy_stream, flag_stream = 2, 3
+    copy_stream, flag_stream, read_stream = 2, 3, 4
     seen: list[Launch]
 
     def __init__(self) -> None:
