@@ -284,8 +284,9 @@ def _build_slices(
             plan = plan_weights(_build_model(config, None, dtype, device, args.seed, tiny=True), ranks)
             slice_weights(plan, rank)
             return plan, 0
-        with _named_attention(config):
-            plan = plan_weights(empty_model(config, dtype), ranks)
+        with _refusals():
+            model = empty_model(config, dtype)
+        plan = plan_weights(model, ranks)
         if folder is None:
             return plan, draw_weights(plan.model, device, args.seed, plan, rank)
         check_files(folder)
@@ -296,19 +297,12 @@ def _build_slices(
 
 
 @contextlib.contextmanager
-def _named_attention(config: Any) -> Iterator[None]:
-    """Refuse a model that does not look ringattn's attention up by its name."""
-    from ringattn.integrations.transformers import NAME
-
+def _refusals() -> Iterator[None]:
+    """Refuse what the integration refuses while a model is made."""
     try:
         yield
-    except KeyError as error:
-        if error.args != (NAME,):
-            raise
-        raise Refusal(
-            f"a model must attend through transformers' attention interface, got {config.model_type}, which chooses among classes "
-            "of its own (as Falcon and GPT-Neo do); serve another model"
-        ) from None
+    except NotImplementedError as error:
+        raise Refusal(str(error)) from None
 
 
 def _build_model(
@@ -321,7 +315,7 @@ def _build_model(
     from ringattn.integrations.transformers.sharded_weights.load import draw_weights, empty_model
 
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
-    with _named_attention(config):
+    with _refusals():
         if folder is not None:
             if device.type == "cuda":
                 options["device_map"] = {"": device}  # straight onto the GPU

@@ -109,7 +109,7 @@ RANKED = {
     "everything": replace(CASES["everything"], seq_len=37, documents=(0, 10, 37)),
     "union": replace(CASES["global tokens"], dtype=torch.float64),
     # a row is no multiple of a cache line, on which the bits of a narrow product depend
-    "narrow": Attention(37, None, 1, 3, 3, 40, 3, mask={"causal": True}),
+    "narrow": LatentAttention(37, None, 1, 3, 3, 40, 3, mask={"causal": True}),
 }
 
 

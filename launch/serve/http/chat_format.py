@@ -99,7 +99,7 @@ class ChatFormat:
 
     @property
     def _called(self) -> str:
-        """What follows `<tool_call>`, in Lark's syntax."""
+        """Text of a call after `<tool_call>`, in Lark's syntax."""
         return f"{self._line} call {self._line} {self._mark(marks.END_TOOL_CALL)}"
 
     def _add_text(self, grammar: Grammar, tools: Sequence[Tool], must_call: bool, several: bool, opened: bool) -> None:

@@ -514,7 +514,7 @@ def test_models_whose_attention_is_not_the_rings_are_refused(tmp_path):
     sizes = {name: size for name, size in CONFIG.items() if name != "head_dim"}
     path.write_text(json.dumps({"model_type": "falcon", "vocab_size": 300, **sizes}))
     with pytest.raises(
-        Refusal, match="attend through transformers' attention interface, got falcon, which chooses among"
+        Refusal, match="attend through transformers' attention interface, got FalconModel, which chooses"
     ):
         opened(path)
     kinds = ["linear_attention", "full_attention"]

@@ -23,6 +23,7 @@ from ringattn.ring import Ring
 from ringattn.tensor_checks import digest_bits
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DIGESTED = 2**20  # numbers whose digest is made at once: it takes three times their memory
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -272,8 +273,10 @@ def draw_weights(
                 owner._initialize_weights(module)
             for name, x in metas.items():
                 own: Any = module._parameters[name]
-                digest = (digest * 31 + int(digest_bits(own))) % 2**61
+                for part in own.detach().flatten().split(DIGESTED):
+                    digest = (digest * 31 + int(digest_bits(part))) % 2**61
                 placed[id(x)] = _kept(own, slots.get((id(module), name)), rank)
+                del own, part  # a whole weight goes before the next one comes
             for name, x in list(module._parameters.items()):
                 if name in metas:
                     module._parameters[name] = placed[id(metas[name])]
