@@ -67,7 +67,10 @@ REFUSED = {
         "linear_attention",
     ),
     "qwen3_5_text": ({**GROUPED, "num_hidden_layers": 4}, "linear_attention"),
-    "falcon": ({"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}, "ringattn"),
+    "falcon": (
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB},
+        "attention classes of its own",
+    ),
 }
 """Configs of models that are refused, and a part of the message."""
 ENCODERS: dict[str, dict[str, Any]] = {
