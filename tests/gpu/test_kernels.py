@@ -168,6 +168,41 @@ def test_fixed_order_gives_the_same_bits_from_run_to_run(
             assert torch.equal(x, y), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", [case for case in HOPPER_CASES if not case.deterministic], ids=str)
+@pytest.mark.usefixtures("hopper")
+def test_ordered_sums_stay_within_budget(case: Case, dtype: torch.dtype) -> None:
+    api = importlib.import_module("ringattn.kernels.attention.hopper.api")
+    run_case(api.OrderedHopperKernels, case, dtype, "cuda")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("mask", [{"causal": True}, {}, {"causal": True, "window": 1000}], ids=str)
+@pytest.mark.parametrize("kv_heads", [8, 32])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ordered_sums_repeat_and_are_timed_beside_both_others(
+    head_dim: int, kv_heads: int, mask: dict[str, Any]
+) -> None:
+    """Times are printed (`-s`); docs/kernel_notes.md has what they should be."""
+    n, heads = 8192, 32
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (
+        torch.randn(1, n, h, head_dim, device="cuda", dtype=torch.bfloat16, generator=g)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    calls = {}
+    for name, impl in (("any order", "hopper"), ("pair", "hopper"), ("ordered", "hopper_ordered")):
+        options: dict[str, Any] = {"impl": impl, "deterministic": name != "any order", **mask}
+        o, _ = ring_attention_with_lse(q, k, v, Ring().sharding(n), **options)
+        calls[name] = lambda o=o: torch.autograd.grad(o, leaves, do, retain_graph=True)
+    runs = [calls["ordered"]() for _ in range(5)]
+    for again in runs[1:]:
+        assert all(map(torch.equal, runs[0], again))
+    found = time_calls(calls, Session(0, 1, torch.device("cuda"), None), 9, "calls")
+    print(head_dim, kv_heads, mask, found)  # noqa: T201
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in FP32_CASES], ids=str)
 def test_fp32_is_not_tf32(case: Case) -> None:
     portable = pytest.importorskip("ringattn.kernels.attention.portable.api").PortableKernels

@@ -28,6 +28,18 @@ Note [Order of blocks]
     is at its first row when the others reach that row. Otherwise one head follows another: what programs stream at a time is in
     the level-two cache. Under a window that is the rows of one head that neighbouring tiles see; those of all heads would not fit.
 
+Note [Order of sums]
+    With `turns` the contributions to a block of dq are added in the order of tiles, and of the blocks of a tile. A counter per
+    block and query head says whose turn it is (Note [Turns] of tile_scheduler.py). The storer waits for its turn, adds, waits
+    until the sums are in memory, and increments the counter.
+    No deadlock, however few programs run at a time: a program has one tile, and takes it from a counter when it starts, not by its
+    program_id. So each earlier tile has been taken by a program that runs or has ended. Contributions wait for those of earlier
+    tiles, or earlier ones of their own, so the first tile that is not done waits for nobody. Remote rows do not wait for this
+    launch. A wait beyond `patience` ends the kernel with a trap.
+    Waits are short if neighbouring tiles reach a block one after another. Tiles with the most blocks come first. All go from the
+    last rows to the first, heads side by side, and meet blocks with a mask at the end: under a causal mask, those that no later
+    tile sees. Under a window tiles come from the last keys to the first.
+
 Note [Tiles of several owners]
     In a fused call (Note [Fused call] of interface.py) a tile holds rows of one source, given by `tiles`. Its K and V come
     from the local or the remote buffer, and it ends with its source; zeros follow in the remote buffer. The producer waits for
@@ -67,7 +79,7 @@ DQ_FULL = gl.constexpr(14)
 RUNTIME = (
     "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "dalibi_sb", "dalibi_sh",
     "heads", "group", "rows", "queries", "padded_queries", "local_rows", "grad_buffer_rows", "steps", "heads_per_group",
-    "timeout_us", "epochs", "lo_st", "hi_st", "near",
+    "timeout_us", "epochs", "lo_st", "hi_st", "near", "patience",
 )  # fmt: skip
 
 # arguments of the partitions; Note [Structs] of primitives.py
@@ -78,7 +90,7 @@ Outputs = namedtuple(
 Memory = namedtuple("Memory", "q do k v lse delta ds dq columns kv_full kv_free q_full do_full")
 Config = namedtuple(
     "Config", "D DV D_WIDTH DV_WIDTH BM DOT_ONLY SOFTCAP ADD WANT_DQ WANT_KEY_BIAS SCALE_DQ LATE_ADDRESSES UNIT HELD MASK_BITS "
-    "SCORED V_SCORED",
+    "SCORED V_SCORED ORDERED",
 )  # fmt: skip
 Keys = namedtuple("Keys", "positions bias v_held queries")
 
@@ -105,6 +117,18 @@ def _tile(plan, at):
 
 
 @gluon.jit
+def _entries(plan):
+    """[first, end) of the entries of this program."""
+    if plan.turns is None:
+        at = gl.load(plan.starts + gl.program_id(0))
+        last = gl.load(plan.starts + gl.program_id(0) + 1)
+    else:
+        at = plan.ticket
+        last = at + 1
+    return at, last
+
+
+@gluon.jit
 def _turned(near, taken):
     """-1: full blocks of one head after another; else heads side by side, and 1: the last full block comes first."""
     return gl.where(near != 0, 1 - taken % 2, -1)
@@ -114,6 +138,14 @@ def _turned(near, taken):
 def _runs(masked, full, group, turned):
     """Number of runs of a tile; Note [Order of blocks]."""
     return masked * group + gl.where(turned < 0, full * group, full)
+
+
+@gluon.jit
+def _walked(plan, number, masked, full):
+    """The number of the run that is taken as number `number`: those with a mask come last under Note [Order of sums]."""
+    if plan.turns is not None:
+        number = gl.where(number < full, number + masked * plan.group, number - full)
+    return number
 
 
 @gluon.jit
@@ -143,8 +175,7 @@ def _next(x, h, first_head, heads, step):
 
 @gluon.jit
 def _producer(plan, src, mem, BM: gl.constexpr):
-    at = gl.load(plan.starts + gl.program_id(0))
-    last = gl.load(plan.starts + gl.program_id(0) + 1)
+    at, last = _entries(plan)
     count = 0
     taken = 0
     seen = 0
@@ -158,6 +189,9 @@ def _producer(plan, src, mem, BM: gl.constexpr):
         if plan.tiles is not None:
             step = gl.load(plan.tiles + i * 4 + 1)
         if src.flags is not None:
+            if plan.turns is not None:
+                # a wait that failed in another program is not waited for again by each that starts later
+                seen = gl.where(gl.load(src.error, volatile=True) == 0, 0, NEVER)
             flag = h_kv // src.heads_per_group * src.steps + step
             if step > 0 and flag > seen:
                 there = hp.wait_flag(src.flags + flag, src.error, src.timeout_us)
@@ -170,6 +204,7 @@ def _producer(plan, src, mem, BM: gl.constexpr):
         fresh = True
         turned = _turned(plan.near, taken)
         for number in range(_runs(masked, full, plan.group, turned)):
+            number = _walked(plan, number, masked, full)
             _part, g, span, x, pace, blocks = _run(plan, number, segment, masked, full, turned, BM)
             h = h_kv * plan.group + g
             for _j in range(blocks):
@@ -205,21 +240,25 @@ def _producer(plan, src, mem, BM: gl.constexpr):
 @gluon.jit
 def _storer(plan, out, dq_s, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr):
     dq_desc, dk_desc, dv_desc = out.dq_desc, out.dk_desc, out.dv_desc
-    at = gl.load(plan.starts + gl.program_id(0))
-    last = gl.load(plan.starts + gl.program_id(0) + 1)
+    at, last = _entries(plan)
     for i in range(at, last):
         head, row, segment, masked, full, _masked_blocks, _full_blocks, slot = _tile(plan, i)
         b = head // plan.heads
         h_kv = head % plan.heads
         turned = _turned(plan.near, i - at)
         for number in range(_runs(masked, full, plan.group, turned)):
-            _part, g, span, x, pace, blocks = _run(plan, number, segment, masked, full, turned, BM)
+            number = _walked(plan, number, masked, full)
+            part, g, span, x, pace, blocks = _run(plan, number, segment, masked, full, turned, BM)
             h = h_kv * plan.group + g
             for _j in range(blocks):
                 tma.store_wait(1)
                 hp.arrive(DQ_FREE, 160)
                 tma.store_wait(0)
                 hp.arrive(DQ_FREE + 1, 160)
+                if plan.turns is not None:
+                    place = (b * plan.heads * plan.group + h) * gl.cdiv(out.queries, BM) + x // BM
+                    turn = gl.load(plan.turns + gl.load(plan.turns + part) + x // BM)
+                    hp.wait_turn(plan.counters + 1 + place, turn, plan.patience)
                 hp.sync(DQ_FULL, 160)
                 hp.reduce_add(dq_desc, [b, h, x, 0], dq_s.index(0))
                 hp.sync(DQ_FULL + 1, 160)
@@ -227,6 +266,8 @@ def _storer(plan, out, dq_s, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr
                     hp.reduce_add(dq_desc, [b, h, x, D * BM // 128], dq_s.index(1))
                 else:
                     hp.reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
+                if plan.turns is not None:
+                    hp.pass_turn(plan.counters + 1 + place)
                 x, h = _next(x, h, h_kv * plan.group + g, span, pace)
         if out.grad_buffers is not None:
             if slot < 0:
@@ -369,7 +410,8 @@ def _step(
     if c.DOT_ONLY:
         if MASKED:
             start_s = hp.hide(start_s, low, high, x, columns_l) if c.MASK_BITS else gl.where(visible, start_s, HIDDEN)
-            # behind the selects of a mask the compiler would wait for S before it issues dP
+        if MASKED or c.ORDERED:
+            # behind the selects of a mask, and in the first loop of a tile, the compiler would wait for S before it issues dP
             start_s = hp.pinned(start_s)
             start_dp = hp.pinned(start_dp)
         s_token = hp.begin_scores(_scored(k_w, c.SCORED), _scored(q, c.SCORED), start_s, True)
@@ -434,6 +476,25 @@ def _step(
 
 
 @gluon.jit
+def _keys_at(plan, score, at, y, LAYOUT: gl.constexpr):
+    """(rows, the same in tables, which exist) of 64 keys from row y on."""
+    y_own = y + hp.opaque(gl.arange(0, HALF, LAYOUT))
+    exists = y_own < _end(plan, at)
+    y_table = y_own
+    if plan.tiles is not None:
+        # positions and bounds of local and remote rows stand behind one another
+        y_table = y_own + gl.where(gl.load(plan.tiles + at * 4 + 1) > 0, score.local_rows, 0)
+    return y_own, y_table, exists
+
+
+@gluon.jit
+def _bounds(score, b, y_table, exists):
+    lo = gl.load(score.lo + gl.cast(b, gl.int64) * score.lo_sb + y_table, mask=exists, other=0)
+    hi = gl.load(score.hi + gl.cast(b, gl.int64) * score.hi_sb + y_table, mask=exists, other=0)
+    return lo, hi
+
+
+@gluon.jit
 def _dalibi(out, b, h):
     return out.dalibi + gl.cast(b, gl.int64) * out.dalibi_sb + gl.cast(h, gl.int64) * out.dalibi_sh
 
@@ -445,8 +506,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
     dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.D, 16])
     dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.DV, 16])
     rows_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    at = gl.load(plan.starts + gl.program_id(0))
-    last = gl.load(plan.starts + gl.program_id(0) + 1)
+    at, last = _entries(plan)
     count = 0
     taken = 0
     dq_half = mem.dq.index(WHICH).reshape([64, COLUMNS]) if c.WANT_DQ else None
@@ -457,12 +517,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         y = row + WHICH * HALF
         dk = gl.zeros([HALF, c.D], gl.float32, dk_l)
         dv = gl.zeros([HALF, c.DV], gl.float32, dv_l)
-        y_own = y + hp.opaque(gl.arange(0, HALF, rows_l))
-        exists = y_own < _end(plan, i)
-        y_table = y_own
-        if plan.tiles is not None:
-            # positions and bounds of local and remote rows stand behind one another
-            y_table = y_own + gl.where(gl.load(plan.tiles + i * 4 + 1) > 0, score.local_rows, 0)
+        y_own, y_table, exists = _keys_at(plan, score, i, y, rows_l)
         dkey_bias = gl.zeros([HALF], gl.float32, rows_l)
         key_bias = None
         if score.key_bias is not None:
@@ -472,8 +527,8 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         k_pos = None
         if score.alibi_slopes is not None:
             k_pos = gl.load(score.positions + y_table, mask=exists, other=0)
-        lo = gl.load(score.lo + gl.cast(b, gl.int64) * score.lo_sb + y_table, mask=exists, other=0)
-        hi = gl.load(score.hi + gl.cast(b, gl.int64) * score.hi_sb + y_table, mask=exists, other=0)
+        if plan.turns is None:
+            lo, hi = _bounds(score, b, y_table, exists)
         mbarrier.wait(mem.kv_full.index(0), taken & 1)
         mbarrier.wait(mem.kv_full.index(1), taken & 1)
         v_held = None
@@ -487,44 +542,56 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
                 key_bias = gl.load(bias_at, mask=exists, other=0.0) * hp.LOG2E
         keys = Keys(k_pos, key_bias, v_held, out.queries)
 
-        for g in range(plan.group):
-            slope = hp.slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
-            dalibi = _dalibi(out, b, h_kv * plan.group + g) if out.dalibi is not None else None
-            for part in range(segment, segment + masked):
-                x, blocks, begin, end, origin, stride = hp.segment_of(plan.segments, part)
-                own_lo, own_hi = hp.bounds_in(
-                    lo, hi, score.lo + gl.cast(b, gl.int64) * score.lo_sb, score.hi + gl.cast(b, gl.int64) * score.hi_sb,
-                    score.lo_st, score.hi_st, plan.segments, part, y_own - row, y_table, exists,
-                )  # fmt: skip
-                low, high = hp.limits(own_lo, own_hi, begin, end, origin, stride)
-                for _j in range(blocks):
-                    dk, dv, dkey_bias = _step(
-                        WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, keys, slope, dalibi, dq_half, mem,
-                        score, c, True,
-                    )  # fmt: skip
-                    x += c.BM
-                    count += 1
-        if c.DOT_ONLY:
-            for _j in range(full_blocks * plan.group):
-                dk, dv, dkey_bias = _step(
-                    WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, keys, None, None, dq_half, mem, score, c, False
-                )  # fmt: skip
-                count += 1
-        else:
-            turned = _turned(plan.near, taken)
-            for number in range(masked * plan.group, _runs(masked, full, plan.group, turned)):
-                part, g, span, x, pace, blocks = _run(plan, number, segment, masked, full, turned, c.BM)
-                _row, _blocks, begin, end, origin, stride = hp.segment_of(plan.segments, part)
-                h = h_kv * plan.group + g
-                for _j in range(blocks):
-                    slope = hp.slope_of(score, h) if score.alibi_slopes is not None else None
-                    dalibi = _dalibi(out, b, h) if out.dalibi is not None else None
-                    dk, dv, dkey_bias = _step(
-                        WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, keys, slope, dalibi, dq_half, mem,
-                        score, c, False,
-                    )  # fmt: skip
-                    x, h = _next(x, h, h_kv * plan.group + g, span, pace)
-                    count += 1
+        for late in gl.static_range(2):
+            if (late == 0) == (plan.turns is None):
+                if plan.turns is not None:
+                    # read again, as below
+                    head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(
+                        plan, hp.opaque(gl.to_tensor(i))
+                    )
+                    b = head // plan.heads
+                    h_kv = head % plan.heads
+                    y_own, y_table, exists = _keys_at(plan, score, i, row + WHICH * HALF, rows_l)
+                    lo, hi = _bounds(score, b, y_table, exists)
+                for g in range(plan.group):
+                    slope = hp.slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
+                    dalibi = _dalibi(out, b, h_kv * plan.group + g) if out.dalibi is not None else None
+                    for part in range(segment, segment + masked):
+                        x, blocks, begin, end, origin, stride = hp.segment_of(plan.segments, part)
+                        own_lo, own_hi = hp.bounds_in(
+                            lo, hi, score.lo + gl.cast(b, gl.int64) * score.lo_sb, score.hi + gl.cast(b, gl.int64) * score.hi_sb,
+                            score.lo_st, score.hi_st, plan.segments, part, y_own - row, y_table, exists,
+                        )  # fmt: skip
+                        low, high = hp.limits(own_lo, own_hi, begin, end, origin, stride)
+                        for _j in range(blocks):
+                            dk, dv, dkey_bias = _step(
+                                WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, keys, slope, dalibi, dq_half, mem,
+                                score, c, True,
+                            )  # fmt: skip
+                            x += c.BM
+                            count += 1
+            else:
+                if c.DOT_ONLY:
+                    for _j in range(full_blocks * plan.group):
+                        dk, dv, dkey_bias = _step(
+                            WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, keys, None, None, dq_half, mem, score, c, False
+                        )  # fmt: skip
+                        count += 1
+                else:
+                    turned = _turned(plan.near, taken)
+                    for number in range(masked * plan.group, _runs(masked, full, plan.group, turned)):
+                        part, g, span, x, pace, blocks = _run(plan, number, segment, masked, full, turned, c.BM)
+                        _row, _blocks, begin, end, origin, stride = hp.segment_of(plan.segments, part)
+                        h = h_kv * plan.group + g
+                        for _j in range(blocks):
+                            slope = hp.slope_of(score, h) if score.alibi_slopes is not None else None
+                            dalibi = _dalibi(out, b, h) if out.dalibi is not None else None
+                            dk, dv, dkey_bias = _step(
+                                WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, keys, slope, dalibi, dq_half, mem,
+                                score, c, False,
+                            )  # fmt: skip
+                            x, h = _next(x, h, h_kv * plan.group + g, span, pace)
+                            count += 1
 
         mbarrier.arrive(mem.kv_free.index(0), count=1)
         # read again: kept through the loops it would cost registers there
@@ -603,7 +670,7 @@ def backward_kernel(
     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
     heads, group, rows, queries, padded_queries, local_rows, grad_buffer_rows, steps, heads_per_group, timeout_us,
-    epochs, lo_st, hi_st, near, scale, cap, softmax_scale,
+    epochs, lo_st, hi_st, near, turns, counters, patience, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, LATE_ADDRESSES: gl.constexpr, UNIT: gl.constexpr,
@@ -626,7 +693,8 @@ def backward_kernel(
     the remote buffer begin at `local_rows`. Where remote rows may still be on their way: `flags`, `error` and `timeout_us`,
     with `steps` flags for each `heads_per_group` key heads.
 
-    `near` chooses between the orders of Note [Order of blocks]. HELD: columns of V that stay in registers.
+    `near` chooses between the orders of Note [Order of blocks]. `turns`, `counters` and `patience` (microseconds) fix the order
+    in which dq is added (Note [Order of sums]); None: any. HELD: columns of V that stay in registers.
     SCORED, V_SCORED: columns of q and of do that are not zero; scores are products over these.
     MASK_BITS: a word of bits per key hides pairs (`hide` of primitives.py).
     """
@@ -648,13 +716,16 @@ def backward_kernel(
         mbarrier.init(kv_full.index(n), count=1)
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(do_full.index(n), count=1)
+    ticket = None
+    if turns is not None:
+        ticket = gl.atomic_add(counters, 1, sem="relaxed")
     ds_s = None
     dq_s = None
     if WANT_DQ:
         ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, TILE, BM], DS_LAYOUT)
         dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, D * BM // 128], dq_desc.layout)
     _specialize(
-        hp.Plan(work, segments, starts, heads, group, rows, tiles, near),
+        hp.Plan(work, segments, starts, heads, group, rows, tiles, near, turns, counters, ticket, patience),
         hp.Inputs(
             q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, padded_queries, flags, error, steps,
             heads_per_group, timeout_us, board, epochs,
@@ -670,6 +741,6 @@ def backward_kernel(
         Memory(q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s, kv_full, kv_free, q_full, do_full),
         Config(
             D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, dkey_bias_out is not None, SCALE_DQ,
-            LATE_ADDRESSES, UNIT, HELD, MASK_BITS, SCORED, V_SCORED,
+            LATE_ADDRESSES, UNIT, HELD, MASK_BITS, SCORED, V_SCORED, turns is not None,
         ),
     )  # fmt: skip

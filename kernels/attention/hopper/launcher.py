@@ -45,6 +45,7 @@ DQ_TILE = 128  # rows
 CHUNK = 16  # rows of a program that adds up the parts of a split tile of rows
 CARRY_COLUMNS = 64  # of a carry that have shared memory of their own
 ROWS = 32  # of a program before or after the kernels of dk and dv
+ORDER_US = 60_000_000  # that a program waits for its turn to add dq, besides the time for remote rows, before it traps
 
 
 class BoundCall:
@@ -54,12 +55,14 @@ class BoundCall:
         forward: The shape of the forward launch; dq: of the launch of dq alone; dkv: of that of dk and dv, by whether it makes dq,
             too. A measurement may put others in their place.
         pack: Heads that share a tile; None: by `choose_pack`.
+        ordered: The kernel that makes dq, dk and dv adds dq in a fixed order (Note [Order of sums] of backward.py).
         programs: Programs that run side by side on the device.
     """
 
     def __init__(self, call: CallShape) -> None:
         d, dv = call.head_dim, call.v_head_dim
         self.dims, self.group, self.deterministic = (d, dv), call.heads // call.kv_heads, call.deterministic
+        self.ordered = False
         self.programs, self.descriptors = multiprocessors(call.device), Descriptors()
         score = call.score
         self.dot_only = is_dot_only(score)
@@ -77,7 +80,10 @@ class BoundCall:
     def needs_pair(self, wants_extra_grads: bool) -> bool:
         """Return whether two kernels make the gradients: one dk and dv, one dq, both in a fixed order."""
         wide = max(self.dims) > configs.FUSED_MAX_HEAD_DIM
-        return self.deterministic or wide or configs.is_for_pair(*self.dims, self.extras, wants_extra_grads)
+        if self.deterministic or self.ordered:
+            # dalibi is added in any order
+            return wide or wants_extra_grads or not self.ordered
+        return wide or configs.is_for_pair(*self.dims, self.extras, wants_extra_grads)
 
 
 def launch_forward(bound: BoundCall, step: Step, arrivals: Arrivals | None) -> None:
@@ -224,6 +230,7 @@ def launch_dkv(
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
     flags, error, heads_per_group, steps, timeout_us = _waits_of(arrivals, hk)
+    ordered = want_dq and bound.ordered
     config = bound.dkv[want_dq]
     is_wide = isinstance(config, configs.WideDkvConfig)
     assert not (is_wide and want_dq), "the kernel for wide heads makes no dq"
@@ -245,7 +252,8 @@ def launch_dkv(
             programs=max(1, bound.programs - x.sm_margin),
             streamed_bytes=h // hk * s * ((d + dv) * size + (0 if is_wide else 4 * d)),
             repeats=h // hk,
-            align=4,  # bulk loads begin at multiples of 16 bytes
+            align=block if ordered else 4,  # bulk loads begin at multiples of 16 bytes
+            ordered=ordered,
             every_tile=not out.accumulate_keys,
             groups=1 if flags is None else flags.shape[0],
         )
@@ -288,7 +296,7 @@ def launch_dkv(
     of_tiles: tuple[Any, ...] = ()
     of_dalibi: tuple[Any, ...] = ()
     of_rows: tuple[int, ...] = ()
-    of_order: tuple[int, ...] = ()
+    of_order: tuple[Any, ...] = ()
     if isinstance(config, configs.DkvConfig):
         # rounded sums of a whole tile leave through the buffer of dq and the copy engine
         staged = want_dq and returns is None and not out.accumulate_keys
@@ -299,11 +307,15 @@ def launch_dkv(
             *([descriptors.rows(*of) for of in zip(sums, (64, 64), columns, strict=True)] if staged else (None, None)),
         )
         of_dalibi, of_rows = (dalibi,), (s,)
-        of_order = (int(plan.shares_ends and shape.streamed_bytes > L2_BYTES),)
+        of_order = (int(ordered or (plan.shares_ends and shape.streamed_bytes > L2_BYTES)), None, None, None)
+        if ordered:
+            counters = torch.zeros(1 + batch * h * -(-s // block), dtype=torch.int32, device=q.device)
+            of_order = (1, plan.turns, counters, min(ORDER_US + (timeout_us or 0), 2**31 - 1))
         kernel = backward_kernel
         switches: dict[str, Any] = {
             "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct,
-            "LATE_ADDRESSES": config.late_addresses, "DS_LAYOUT": descriptors.layout((tile, block), q.dtype),
+            # bounds of keys are read behind the loops without a mask, through which what finds them stays in registers
+            "LATE_ADDRESSES": config.late_addresses or ordered, "DS_LAYOUT": descriptors.layout((tile, block), q.dtype),
             "HELD": config.held if dot_only else 0, "SCORED": configs.scored_columns(d, columns[0]),
             "V_SCORED": configs.scored_columns(dv, columns[1]),
             # elsewhere the words would make loops without a mask spill

@@ -49,6 +49,11 @@ Note [Sources]
     the level-two cache best in the order of heads. A launch of short tiles that finds all rows there, as that of dq alone in a
     fused call, has the same order.
 
+Note [Turns]
+    An ordered plan has a program per tile, in the order of `work`, which is the same for the tiles of every head. Blocks begin at
+    multiples of `block`, so that they meet whole or not at all. turns[turns[segment] + row // block] counts the contributions to
+    the block at `row` that come before that of a segment, in the order of Note [Order of sums] of backward.py.
+
 Note [Assignment]
     Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads form groups that stream no more
     than L2_BYTES together; within a group the longest tiles come first, heads change fastest among equals, and each goes to the
@@ -84,6 +89,8 @@ MIN_PART = 4
 """Work of the smallest part, in blocks."""
 SLACK = 0.02
 """Excess of the most loaded program over the mean that is left alone."""
+NEIGHBOURS = 8
+"""Tiles of one head that run side by side in an ordered launch, if there are heads enough: each adds behind the one before."""
 SHORT = 128
 """Blocks of the longest tile of launches in which tiles of streamed sources are taken in the order of arrival."""
 
@@ -107,6 +114,7 @@ class WorkPlan:
         splits: `tiles 4`; no rows when nothing is split.
         tiles: `entries 4`; no rows unless the stationary side is gathered.
         split_tiles: `tiles 4`; no rows unless the stationary side is gathered.
+        turns: Note [Turns]; empty unless the plan is ordered.
         longest: Blocks that the program with the most of them loads, `repeats` counted.
         deepest: Blocks of the longest tile.
         shares_ends: Whether most tiles end at the last streamed row of others, as under causal masks and not under windows.
@@ -118,6 +126,7 @@ class WorkPlan:
     splits: Tensor
     tiles: Tensor
     split_tiles: Tensor
+    turns: Tensor
     programs: int
     slots: int
     blocks: int
@@ -141,6 +150,7 @@ class Shape(NamedTuple):
         every_tile: Tiles that see nothing are written too.
         split: Whether tiles may be split.
         groups: Groups of heads in which rows of a gathered side arrive; divides heads.
+        ordered: A program per tile, and Note [Turns]; `align` is `block` then, and nothing is split.
     """
 
     batch: int
@@ -154,6 +164,7 @@ class Shape(NamedTuple):
     every_tile: bool = True
     split: bool = True
     groups: int = 1
+    ordered: bool = False
 
 
 def schedule_tiles(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
@@ -213,13 +224,16 @@ def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
 
     # entries: tiles of all heads, in the order of Note [Assignment]
     heads = shape.batch * shape.heads
-    tile, head = (
-        x.flatten()
-        for x in torch.meshgrid(torch.arange(per_batch, device="cpu"), torch.arange(heads, device="cpu"), indexing="ij")
-    )
+    backwards = shape.ordered and not _shares_ends(tiles, shape.block)
+    number, of_heads = (torch.arange(n, device="cpu") for n in (per_batch, heads))
+    if backwards:
+        number = number.flip(0)
+    tile, head = (x.flatten() for x in torch.meshgrid(number, of_heads, indexing="ij"))
     index = tile if shared else tile + head // shape.heads * per_batch
     count = blocks[index]
     groups = max(1, min(heads, -(-heads * shape.streamed_bytes // L2_BYTES)))
+    if shape.ordered:
+        groups = max(1, min(groups, heads * NEIGHBOURS // shape.programs))
     longest = int(count.max()) if count.numel() else 0
     turn = head // -(-heads // groups)
     waits = isinstance(streamed, GatheredKeys) and len(streamed.sides) > 1 and 0 < longest <= SHORT
@@ -229,15 +243,44 @@ def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
     if waits:
         wave, first = _streamed_waves(index, head, tiles, shape)
         turn = turn + wave * groups
-    order = torch.argsort(first * (longest + 1) + longest - count, stable=True)
+    order = torch.argsort(first if backwards else first * (longest + 1) + longest - count, stable=True)
     order = order[count[order] > 0]
     index, head, tile, count, turn = index[order], head[order], tile[order], count[order], turn[order]
     source = tiles.source[tile] if isinstance(stationary, GatheredKeys) else None
 
-    assigned = _assign(count, shape)
+    turns = torch.zeros(0, dtype=torch.int64, device="cpu")
+    if shape.ordered:
+        assigned = _Assignment(list(range(count.shape[0])), {}, 0)
+        turns = _turns(tiles, index[head % (heads if shared else shape.heads) == 0], shape)
+    else:
+        assigned = _assign(count, shape)
     place = torch.argsort(torch.argsort(turn, stable=True))
     device = _sources(stationary)[0][0].runs.device
-    return _assemble(tiles, index, head, tiles.row[tile], source, assigned, place, shape, device)
+    return _assemble(tiles, index, head, tiles.row[tile], source, assigned, place, turns, shape, device)
+
+
+def _turns(tiles: _Tiles, order: Tensor, shape: Shape) -> Tensor:
+    """Return the table of Note [Turns]; order: the tiles, as programs take those of one head."""
+    per_batch, each = tiles.row.shape[0], tiles.table[:, 1] + tiles.table[:, 2]
+    place = torch.zeros_like(each)
+    place[order] = torch.arange(order.shape[0], device="cpu")
+    tile = torch.repeat_interleave(torch.arange(each.shape[0], device="cpu"), each)
+    part = torch.arange(tile.shape[0], device="cpu")
+    cut = (tiles.row + shape.tile > tiles.source[:, 3])[tile % per_batch]
+    masked = part < tiles.table[tile, 0] + tiles.table[tile, 1]
+    walk = 3 * part.shape[0] * place[tile] + torch.where(masked | cut, part.shape[0] + part, -part)
+    blocks, row = tiles.segments[:, 1], tiles.segments[:, 0] // shape.block
+    first = blocks.cumsum(0) - blocks
+    of = torch.repeat_interleave(part, blocks)
+    streamed = row[of] + torch.arange(of.shape[0], device="cpu") - first[of]
+    streamed += (tile // per_batch)[of] * (1 + int(streamed.max()) if of.numel() else 0)
+    # sorted by streamed block, then in the order in which contributions are made
+    made = torch.argsort(walk[of], stable=True)
+    made = made[torch.argsort(streamed[made], stable=True)]
+    times = torch.bincount(streamed)
+    turn = torch.empty_like(of)
+    turn[made] = torch.arange(of.shape[0], device="cpu") - (times.cumsum(0) - times)[streamed[made]]
+    return torch.cat((part.shape[0] + first - row, turn))
 
 
 def _sources(sides: AnyRows) -> list[tuple[RowMetadata, int]]:
@@ -255,7 +298,8 @@ def _wave(tile: Tensor, head: Tensor, count: Tensor, tiles: _Tiles, shape: Shape
     done = count[longest_first].cumsum(0)
     late = longest_first[done * 2 > done[-1:]]
     wave = torch.where(step == 0, 0, group * steps + step)
-    wave[late] = last
+    if not shape.ordered:  # there, tiles of all heads come in one order
+        wave[late] = last
     return wave
 
 
@@ -589,6 +633,7 @@ def _assemble(
     source: Tensor | None,
     assigned: _Assignment,
     place: Tensor,
+    turns: Tensor,
     shape: Shape,
     device: torch.device,
 ) -> WorkPlan:
@@ -631,8 +676,10 @@ def _assemble(
             "the plan of a call must be on the device before it is captured, got a first call during a capture; "
             "make the call once outside it"
         )
-    uploaded = upload((table, torch.cat((tiles.segments, added)), starts, merged, *sources), device)
-    met = torch.zeros(shape.programs, dtype=torch.int64, device="cpu").index_add_(0, owners, unsorted)
+    uploaded = upload((table, torch.cat((tiles.segments, added)), starts, merged, *sources, turns), device)
+    met = torch.zeros(max(shape.programs, owners.shape[0]), dtype=torch.int64, device="cpu").index_add_(
+        0, owners, unsorted
+    )
     longest, deepest = int(met.max()) * shape.repeats, int(unsorted.max()) if unsorted.numel() else 0
     return WorkPlan(
         *uploaded,

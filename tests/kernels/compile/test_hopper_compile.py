@@ -27,6 +27,8 @@ OF_PANELS = {"192_128": (192, 128), "192": (192, 192), "96": (96, 96)}
 BACKWARD_PAIRS = tuple(pair for pair in PAIRS if pair != (64, 128))
 """The backward takes a narrow q beside a wide v for a wide one."""
 
+ORDERED = "ringattn.kernels.attention.hopper.api:OrderedHopperKernels"
+
 CALLS = {
     **{f"forward_{d}_{dv}": Call("forward", d, dv) for d, dv in PAIRS},
     **{f"forward_{d}_{dv}_every_feature": Call("forward", d, dv, features=FEATURES) for d, dv in PAIRS},
@@ -63,6 +65,13 @@ CALLS = {
         for d in (64, 128)
     },
     **{f"backward_{d}_gathered_every_feature": Call("backward", d, gathered=True, features=FEATURES) for d in BUCKETS},
+    **{f"backward_{d}_ordered": Call("backward", d, through=ORDERED) for d in (64, 96, 128)},
+    **{f"backward_{d}_ordered_gathered": Call("backward", d, gathered=True, through=ORDERED) for d in (64, 128)},
+    **{f"backward_{d}_ordered_softcap": Call("backward", d, features=("softcap",), through=ORDERED) for d in (64, 128)},
+    **{
+        f"backward_{d}_ordered_accumulated": Call("backward", d, accumulate=True, terms=True, group=4, through=ORDERED)
+        for d in (64, 128)
+    },
     "backward_192_128": Call("backward", 192, 128),
     "backward_192_128_every_feature": Call("backward", 192, 128, features=FEATURES),
     "backward_192_128_gathered": Call("backward", 192, 128, gathered=True),
@@ -107,6 +116,7 @@ SPILLS_OF_38 = {
     "backward_64_gathered_every_feature": 8,
     "backward_64_terms_every_feature": 12,
     "backward_128_softcap": 2,
+    "backward_64_ordered_accumulated": 6,
 }
 """Accesses to local memory in loops with products that Triton 3.8.0 makes where 3.6 and 3.7 make none, at most."""
 

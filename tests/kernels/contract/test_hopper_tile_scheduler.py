@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from itertools import pairwise, product
 from threading import Barrier, Thread
 
@@ -223,6 +224,55 @@ def test_plans_of_any_union_of_terms_meet_every_visible_pair_once(mask: TermMask
     visible, terms = visible.expand(shape.batch, -1, -1), terms.expand(-1, shape.batch, -1, -1)
     one = len(mask.terms) == 1 and mask.tables is None
     assert_lawful(schedule_tiles(*sides, shape), *sides, shape, visible, None if one else terms)
+
+
+def assert_turns_follow_the_order_of_tiles(plan: WorkPlan, shape: Shape, ends: Tensor) -> None:
+    """Each contribution to a streamed block of a head comes when those before it have been made; ends: of each entry's source."""
+    segments, turns, made = plan.segments.tolist(), plan.turns.tolist(), {}
+    assert plan.starts.tolist() == list(range(plan.work.shape[0] + 1))
+    assert plan.slots == 0
+    for (head, row, segment, masked, full, *_), end in zip(plan.work.tolist(), ends.tolist(), strict=True):
+        if row + shape.tile > end:
+            masked, full = masked + full, 0
+        parts = range(segment, segment + masked + full)
+        for part in (*reversed(parts[masked:]), *parts[:masked]):
+            first, blocks = segments[part][:2]
+            for x in range(first, first + blocks * shape.block, shape.block):
+                at = head, x // shape.block
+                assert x % shape.block == 0
+                assert turns[turns[part] + x // shape.block] == made.get(at, 0)
+                made[at] = made.get(at, 0) + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_term_mask(cross=False), st.data())
+def test_turns_of_ordered_plans_follow_the_order_of_tiles(mask: TermMask, data: st.DataObject) -> None:
+    q_runs, k_runs = (
+        tuple((run.start, run.stride, run.length) for run in data.draw(run_shards(length)))
+        for length in mask.terms.shape[-2:]
+    )
+    keys, queries = make_side(k_runs, mask.transpose(), "cpu"), make_side(q_runs, mask, "cpu")
+    batches = mask.visible.shape[0]
+    shape = Shape(
+        batch=batches if batches > 1 else data.draw(st.integers(1, 2)),
+        heads=data.draw(st.sampled_from([2, 4])),
+        tile=data.draw(st.integers(1, 16)),
+        block=data.draw(st.integers(1, 12)),
+        programs=data.draw(st.integers(1, 12)),
+        streamed_bytes=data.draw(st.sampled_from([0, 2**24, 2**26])),
+        every_tile=data.draw(st.booleans()),
+        groups=data.draw(st.sampled_from([1, 2])),
+        ordered=True,
+    )
+    shape = shape._replace(align=shape.block)
+    if data.draw(st.booleans()):
+        # the same rows as two sources, of which the second arrives
+        rows = keys.positions.shape[0]
+        there = replace(keys, derived=type(keys.derived)())
+        keys = GatheredKeys((keys, there), (0, 1), rows, rows, keys.positions, keys.lo, keys.hi)
+    plan = schedule_tiles(keys, queries, shape)
+    ends = plan.tiles[:, 3] if plan.tiles.shape[0] else torch.full((plan.work.shape[0],), keys.lo.shape[1])
+    assert_turns_follow_the_order_of_tiles(plan, shape, ends)
 
 
 def block_sides(tokens: int, share: float) -> tuple[RowMetadata, RowMetadata]:

@@ -751,13 +751,19 @@ class _Partition:
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     products: list[Accumulator] = field(default_factory=list)  # wgmmas in flight
     products_issued: int = 0
-    stores: list[Callable[[], None]] = field(default_factory=list)
+    stores: list[Callable[[], Callable[[], None]]] = field(default_factory=list)  # read shared memory; then write
+    landing: list[Callable[[], None]] = field(default_factory=list)  # have read shared memory, and are to write
     stores_issued: int = 0
     unfenced: list[_Access] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.clock[self] = 1
         self.wgmma, self.bulk = (self.name, "wgmma"), (self.name, "stores")
+
+    def land(self) -> None:
+        """Writes to global memory what bulk stores have read."""
+        while self.landing:
+            self.landing.pop(0)()
 
     def publish(self) -> Clock:
         """What this partition knows now; what it does later is later."""
@@ -790,6 +796,17 @@ class _Program:
         self.failure: BaseException | None = None
         self.shared_bytes = 0
         self.random = None if _MODE.seed is None else random.Random(f"{_MODE.seed} {position}")
+        self.neighbours: list[_Program] = []  # that run side by side, this one among them
+        self.idle = False  # nobody could run when it was last asked
+
+    def give_way(self) -> None:
+        """Lets the next neighbour run, and returns when this program is to run again."""
+        me = self.current
+        at = self.neighbours.index(self)
+        _resume(self.neighbours[(at + 1) % len(self.neighbours)])
+        me.baton.acquire()
+        if self.failure is not None:
+            raise _Abandoned
 
     def fail(self, error: BaseException) -> None:
         if self.failure is None:
@@ -805,6 +822,10 @@ class _Program:
             self._complete()
         if _MODE.outside is not None and self.random.random() < 0.02:
             _MODE.outside()
+        if self.current.landing and self.random.random() < 0.2:
+            self.current.landing.pop(self.random.randrange(len(self.current.landing)))()
+        if len(self.neighbours) > 1 and self.random.random() < 0.1:
+            self.give_way()
         if len(self.partitions) > 1 and self.random.random() < 0.3:
             self.pass_on()
 
@@ -836,13 +857,19 @@ class _Program:
         while True:
             able = [p for p in circle if not p.finished and (p.ready is None or p.ready())]
             if able:
+                for program in self.neighbours:
+                    program.idle = False  # what runs may let it run, too
                 return able[0] if self.random is None else self.random.choice(able)
             if self.copies:
                 self._complete()
                 continue
             if _MODE.outside is not None and _MODE.outside():
                 continue
-            patient = [p for p in circle if p.is_patient]
+            self.idle = True
+            if not all(program.idle for program in self.neighbours):
+                self.give_way()
+                continue
+            patient = [p for program in self.neighbours or [self] for p in program.partitions if p.is_patient]
             if not patient:
                 waiting = [
                     f"  {p.name} waits for {p.waits_for() if p.waits_for else '?'} at {p.where}"
@@ -852,6 +879,8 @@ class _Program:
                 raise Deadlock(f"program {self.position} is deadlocked:\n" + "\n".join(waiting))
             for partition in patient:
                 partition.is_patient = False
+            for program in self.neighbours:
+                program.idle = False
 
     def _complete(self) -> None:
         copy = self.copies.pop(0 if self.random is None else self.random.randrange(len(self.copies)))
@@ -921,6 +950,7 @@ class _Program:
 def _finish_partition(partition: _Partition) -> None:
     if partition.products:
         raise NotWaitedFor(f"{partition.name} ends with {partition.products[0]} in flight")
+    partition.land()
     if partition.stores:
         raise NotWaitedFor(f"{partition.name} ends with {len(partition.stores)} bulk stores that read shared memory")
 
@@ -939,6 +969,8 @@ class Mode:
         trace: Write every event to stderr.
         mapped: Contiguous tensors that kernels reach by their addresses.
         outside: What happens beside the kernel: each call does one thing to global memory; False: nothing is left to do.
+        resident: Programs that run side by side. Beyond 1 a bulk store writes when it is known to be complete, and not when it
+            has read shared memory.
     """
 
     eager: bool = False
@@ -946,6 +978,7 @@ class Mode:
     trace: bool = False
     mapped: tuple[torch.Tensor, ...] = ()
     outside: Callable[[], bool] | None = None
+    resident: int = 1
 
 
 _MODE = Mode()
@@ -1207,14 +1240,21 @@ def _store_block(desc: Any, coord: Any, smem: Any, add: bool) -> None:
     me.stores_issued += 1
     _touch(smem, writes=False, agent=me.bulk, epoch=me.stores_issued, by_threads=False, what="bulk store")
     held = smem.t.clone() if _MODE.eager else smem.t
-    me.stores.append(lambda: desc.write(at, held.contiguous(), add))
+
+    def read() -> Callable[[], None]:
+        block = held.clone(memory_format=torch.contiguous_format)
+        return lambda: desc.write(at, block, add)
+
+    me.stores.append(read)
 
 
 def _store_wait(pendings: Any) -> None:
     _point("store wait")
     me = _me()
     while len(me.stores) > _plain(pendings):
-        me.stores.pop(0)()
+        me.landing.append(me.stores.pop(0)())
+    if _MODE.resident == 1:
+        me.land()
     me.clock[me.bulk] = me.stores_issued - len(me.stores)
 
 
@@ -1336,6 +1376,34 @@ def _wait_flag(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
     if flag.memory[place] > 0:
         return Int(1)
     error.memory[word] = 1
+    return Int(0)
+
+
+@assembly(
+    r"\{ \.reg \.pred p; \.reg \.s32 v; \.reg \.u64 began, now; mov\.u64 began, %globaltimer; "
+    r"POLL: ld\.acquire\.gpu\.global\.s32 v, \[\$1\]; setp\.ge\.s32 p, v, \$2; @p bra SEEN; "
+    r"mov\.u64 now, %globaltimer; sub\.s64 now, now, began; setp\.gt\.s64 p, now, \$3; @p trap; bra POLL; "
+    r"SEEN: fence\.proxy\.async\.global; mov\.u32 \$0, 0; \}"
+)
+def _wait_turn(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
+    counter, turn, _patience = args
+    (place,) = counter.places(None).tolist()
+    memory = counter.memory
+    _now().wait(lambda: bool(memory[place] >= int(turn)), lambda: f"turn {int(turn)} of counter {place}")
+    if memory[place] != int(turn):
+        raise EmulationError(f"counter {place} is {int(memory[place])} at turn {int(turn)} at {_where()}")
+    return Int(0)
+
+
+@assembly(
+    r"\{ \.reg \.pred p; \.reg \.u32 lane; cp\.async\.bulk\.wait_group 0; fence\.proxy\.async\.global; bar\.warp\.sync -1; "
+    r"mov\.u32 lane, %laneid; setp\.eq\.u32 p, lane, 0; @p red\.release\.gpu\.global\.add\.s32 \[\$1\], 1; mov\.u32 \$0, 0; \}"
+)
+def _pass_turn(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
+    _store_wait(0)
+    _now().current.land()
+    (place,) = args[0].places(None).tolist()
+    args[0].memory[place] += 1
     return Int(0)
 
 
@@ -1872,17 +1940,75 @@ class _Compiled:
             programs = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
             if _MODE.seed is not None:
                 random.Random(_MODE.seed).shuffle(programs)
-            for at in programs:
+            waiting = [_Program(at, (x, y, z), self.warps) for at in programs]
+
+            def run(program: _Program) -> None:
                 values = [
                     _plain(v) if name in self.function.constants else _argument(name, v)
                     for name, v in arguments.items()
                 ]
-                _program = _Program(at, (x, y, z), self.warps)
-                try:
-                    self.function(*values)
-                    _program.end()
-                finally:
-                    _program = None
+                self.function(*values)
+                program.end()
+
+            try:
+                if _MODE.resident > 1:
+                    _run_side_by_side(waiting, run)
+                for program in waiting if _MODE.resident == 1 else ():
+                    _program = program
+                    run(program)
+            finally:
+                _program = None
+
+
+def _resume(program: _Program) -> None:
+    global _program
+    _program = program
+    program.current.baton.release()
+
+
+def _run_side_by_side(waiting: list[_Program], run: Callable[[_Program], None]) -> None:
+    """Runs programs in this order, `resident` of them at a time, each in a thread; they hand a baton to one another, too."""
+    neighbours: list[_Program] = []
+    failures: list[BaseException] = []
+
+    def multiprocessor(program: _Program) -> None:
+        program.current.baton.acquire()
+        try:
+            while program.failure is None:
+                with torch.no_grad():
+                    run(program)
+                neighbours.remove(program)
+                if waiting:
+                    program = enter()
+                    _resume(program)
+                elif neighbours:
+                    return _resume(neighbours[0])
+                else:
+                    return None
+                program.current.baton.acquire()
+        except BaseException as error:
+            failures.append(error)
+            for other in neighbours:
+                other.fail(error)
+
+    def enter() -> _Program:
+        program = waiting.pop(0)
+        program.neighbours = neighbours
+        neighbours.append(program)
+        return program
+
+    threads = [
+        threading.Thread(target=multiprocessor, args=(enter(),), daemon=True)
+        for _ in range(min(_MODE.resident, len(waiting)))
+    ]
+    for thread in threads:
+        thread.start()
+    if neighbours:
+        _resume(neighbours[0])
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _argument(name: str, x: Any) -> Any:

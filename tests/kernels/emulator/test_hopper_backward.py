@@ -41,8 +41,16 @@ class OneKernel(HopperKernels):
         launcher.launch_dkv(self.bound, step, grads, want_dq=want_dq)
 
 
-def launch_backward(step: BackwardStep, grads: Grads, **options: Any) -> None:
-    OneKernel(CallShape.of(step.q, step.k, step.v, step.score)).backward(step, grads, **options)
+class Ordered(OneKernel):
+    """The one kernel, which adds dq in a fixed order."""
+
+    def __init__(self, call: CallShape) -> None:
+        super().__init__(call)
+        self.bound.ordered = True
+
+
+def launch_backward(step: BackwardStep, grads: Grads, *, kernels: type[OneKernel] = OneKernel, **options: Any) -> None:
+    kernels(CallShape.of(step.q, step.k, step.v, step.score)).backward(step, grads, **options)
 
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -93,21 +101,22 @@ def ring_step(
     scale: float = 1.0,
     head_dim: int = 64,
     v_head_dim: int = 64,
+    n: int = 200,
 ) -> Grads:
-    """One causal visit of 200 keys by 200 queries, gradients overwritten; scores far below zero under a large scale."""
+    """One causal visit of n keys by n queries, gradients overwritten; scores far below zero under a large scale."""
     generator = torch.Generator().manual_seed(0)
-    visible = visible_pairs(200, 200, causal=True)
-    runs = ((0, 1, 200),)
+    visible = visible_pairs(n, n, causal=True)
+    runs = ((0, 1, n),)
     rows, keys = make_side(runs, visible, "cpu"), make_side(runs, visible.transpose(1, 2), "cpu")
-    q, do = (torch.randn(1, 200, 2, d, generator=generator).half() for d in (head_dim, v_head_dim))
-    k, v = (torch.randn(1, 200, 1, d, generator=generator).half() for d in (head_dim, v_head_dim))
+    q, do = (torch.randn(1, n, 2, d, generator=generator).half() for d in (head_dim, v_head_dim))
+    k, v = (torch.randn(1, n, 1, d, generator=generator).half() for d in (head_dim, v_head_dim))
     if scale > 1:
         q, k = q.abs() * scale, -k.abs() * scale
     scores = torch.einsum("bshd,btgd->bhst", q.float(), k.float()) / 8
     lse = scores.masked_fill(~visible[:, None], float("-inf")).logsumexp(-1)
     dq, dk, dv = (torch.full_like(x, float("nan"), dtype=grads_dtype) for x in (q, k, v))
     grads = Grads(dq=dq, dk=dk, dv=dv)
-    delta = torch.randn(1, 2, 200, generator=generator)
+    delta = torch.randn(1, 2, n, generator=generator)
     launch_it(BackwardStep(do, q, k, v, lse, delta, rows, keys, Score(softmax_scale=1 / 8)), grads)
     return grads
 
@@ -188,6 +197,46 @@ def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once
     assert boards, "nobody kept pace"
     for board, programs in boards:
         assert board.tolist() == [programs] * len(board)
+
+
+SIDE_BY_SIDE: tuple[dict[str, Any], ...] = ({"seed": 0, "resident": 2}, {"seed": 1, "resident": 5, "eager": True})
+
+
+def test_sums_in_turns_have_the_same_bits_in_every_order_of_programs():
+    def bits(kernels: type[OneKernel], head_dim: int, **mode: Any) -> Grads:
+        with machine.mode(**mode):
+            launch_it = partial(launch_backward, kernels=kernels)
+            return ring_step(launch_it, torch.float32, head_dim=head_dim, v_head_dim=head_dim, n=460)
+
+    for head_dim in (64, 128):
+        alone = bits(Ordered, head_dim)
+        for mode in SIDE_BY_SIDE:
+            found = bits(Ordered, head_dim, **mode)
+            for name in ("dq", "dk", "dv"):
+                assert torch.equal(getattr(found, name), getattr(alone, name)), (name, mode)
+    in_any_order = [bits(OneKernel, 64, **mode).dq for mode in ({}, *SIDE_BY_SIDE)]
+    assert not all(torch.equal(dq, in_any_order[0]) for dq in in_any_order), "the order shows in the bits"
+
+
+ORDERED = ("long_wide", "long_96", "long_window", "long_documents", "long_lengths", "long_zigzag", "long_runs")
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", ORDERED)
+def test_sums_in_turns_stay_within_budget(name: str):
+    case = next(case for case in (*LONG, *LONG_CASES) if case.name == name)
+    with machine.mode(seed=0, resident=3):
+        run_case(Ordered, case, torch.bfloat16, "cpu")
+
+
+def test_tiles_taken_in_another_order_than_their_turns_are_a_deadlock(monkeypatch: pytest.MonkeyPatch):
+    def turned(rows: Any, keys: Any, shape: Any) -> Any:
+        plan = tile_scheduler.schedule_tiles(rows, keys, shape)
+        return replace(plan, work=plan.work.flip(0))
+
+    monkeypatch.setattr(launcher, "schedule_tiles", turned)
+    with pytest.raises(machine.Deadlock, match="turn"):
+        ring_step(partial(launch_backward, kernels=Ordered), torch.float32)
 
 
 @pytest.mark.parametrize("add_keys", [False, True])

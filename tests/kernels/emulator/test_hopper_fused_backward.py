@@ -13,7 +13,7 @@ if os.environ.get("GLUON_EMULATOR") != "1":
     pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
 
 from ringattn.kernels.attention.hopper import launcher, tile_scheduler
-from ringattn.kernels.attention.hopper.api import HopperKernels
+from ringattn.kernels.attention.hopper.api import HopperKernels, OrderedHopperKernels
 from ringattn.kernels.attention.hopper.configs import DkvConfig, DqConfig, WideDkvConfig
 from ringattn.kernels.attention.hopper.launcher import launch_dkv, launch_dq
 from ringattn.kernels.attention.hopper.tile_scheduler import Shape, schedule_tiles
@@ -69,14 +69,20 @@ def named(name: str) -> Scene:
 
 
 def run(
-    ring_step: RingStep, *, waits: bool = True, deterministic: bool = False, **mode: Any
+    ring_step: RingStep,
+    *,
+    waits: bool = True,
+    deterministic: bool = False,
+    kernel_set: type[HopperKernels] = HopperKernels,
+    of_sums: torch.dtype | None = None,
+    **mode: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """(dq, dalibi) of a rank, which makes delta; its far is filled beside the kernel, or before it."""
     if not waits:
         while ring_step.arrive():
             pass
-    step, grads, arrivals = ring_step.step(makes_delta=True), ring_step.grads(), ring_step.arrivals
-    kernels = HopperKernels(ring_step.call(deterministic=deterministic))
+    step, grads, arrivals = ring_step.step(makes_delta=True), ring_step.grads(of_sums), ring_step.arrivals
+    kernels = kernel_set(ring_step.call(deterministic=deterministic))
     with machine.mode(mapped=(*ring_step.regions, *ring_step.bias_regions), outside=ring_step.arrive, **mode):
         kernels.backward_fused(
             step, arrivals if waits else arrivals._replace(ready_flags=None), ring_step.returns, grads
@@ -153,6 +159,26 @@ def test_outputs_of_several_terms_stay_within_budget(scene: Scene):
 @pytest.mark.parametrize("name", ["zigzag", "documents", "window", "lengths", "slopes", "group"])
 def test_gradients_in_fixed_order_stay_within_budget(name: str):
     assert_gradients_within_budget(named(name), deterministic=True)
+
+
+IN_TURNS: dict[str, Any] = {"kernel_set": OrderedHopperKernels, "deterministic": True}
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", ["zigzag", "documents", "window", "lengths", "group", "slopes"])
+def test_gradients_in_turns_stay_within_budget(name: str):
+    assert_gradients_within_budget(named(name), **IN_TURNS, seed=0, resident=3)
+
+
+def test_gradients_in_turns_are_the_same_bits_in_every_order_of_events():
+    whole = make_whole(named("zigzag"))
+    found = []
+    modes: list[dict[str, Any]] = [{}, {"seed": 0, "resident": 2}, {"seed": 1, "resident": 4}]
+    for mode in modes:
+        ring_step = make_visit(whole, 0)
+        found.append((run(ring_step, **IN_TURNS, of_sums=torch.float32, **mode)[0], *ring_step.regions))
+    for other in found[1:]:
+        assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(found[0], other, strict=True))
 
 
 @pytest.mark.emulated
@@ -308,10 +334,11 @@ def test_what_never_comes_makes_results_nan_and_sets_the_error_word(name: str, l
         assert ring_step.bias_regions[1][:, :heads, : len(ring_step.source_places[1])].isnan().all()
 
 
-def test_an_error_of_an_earlier_call_is_not_forgotten():
+@pytest.mark.parametrize("options", [{}, {**IN_TURNS, "resident": 2}], ids=["fused", "ordered"])
+def test_an_error_of_an_earlier_call_is_not_forgotten(options: dict[str, Any]):
     ring_step = make_visit(make_whole(named("window")), 2)
     ring_step.error[0] = 1
-    dq, _ = run(ring_step)
+    dq, _ = run(ring_step, **options)
     assert dq.isnan().all()
     for region in ring_step.regions:
         assert region.isnan().all()
