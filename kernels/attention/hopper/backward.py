@@ -35,7 +35,7 @@ Note [Order of sums]
     No deadlock, however few programs run at a time: a program has one tile, and takes it from a counter when it starts, not by its
     program_id. So each earlier tile has been taken by a program that runs or has ended. Contributions wait for those of earlier
     tiles, or earlier ones of their own, so the first tile that is not done waits for nobody. Remote rows do not wait for this
-    launch. A wait beyond `patience` ends the kernel with a trap.
+    launch. A wait beyond `limit_us` ends the kernel with a trap.
     Waits are short if neighbouring tiles reach a block one after another. Tiles with the most blocks come first. All go from the
     last rows to the first, heads side by side, and meet blocks with a mask at the end: under a causal mask, those that no later
     tile sees. Under a window tiles come from the last keys to the first.
@@ -79,7 +79,7 @@ DQ_FULL = gl.constexpr(14)
 RUNTIME = (
     "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "dalibi_sb", "dalibi_sh",
     "heads", "group", "rows", "queries", "padded_queries", "local_rows", "grad_buffer_rows", "steps", "heads_per_group",
-    "timeout_us", "epochs", "lo_st", "hi_st", "near", "patience",
+    "timeout_us", "epochs", "lo_st", "hi_st", "near", "limit_us",
 )  # fmt: skip
 
 # arguments of the partitions; Note [Structs] of primitives.py
@@ -258,7 +258,7 @@ def _storer(plan, out, dq_s, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr
                 if plan.turns is not None:
                     place = (b * plan.heads * plan.group + h) * gl.cdiv(out.queries, BM) + x // BM
                     turn = gl.load(plan.turns + gl.load(plan.turns + part) + x // BM)
-                    hp.wait_turn(plan.counters + 1 + place, turn, plan.patience)
+                    hp.wait_turn(plan.counters + 1 + place, turn, plan.limit_us)
                 hp.sync(DQ_FULL, 160)
                 hp.reduce_add(dq_desc, [b, h, x, 0], dq_s.index(0))
                 hp.sync(DQ_FULL + 1, 160)
@@ -670,7 +670,7 @@ def backward_kernel(
     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
     heads, group, rows, queries, padded_queries, local_rows, grad_buffer_rows, steps, heads_per_group, timeout_us,
-    epochs, lo_st, hi_st, near, turns, counters, patience, scale, cap, softmax_scale,
+    epochs, lo_st, hi_st, near, turns, counters, limit_us, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, LATE_ADDRESSES: gl.constexpr, UNIT: gl.constexpr,
@@ -693,7 +693,7 @@ def backward_kernel(
     the remote buffer begin at `local_rows`. Where remote rows may still be on their way: `flags`, `error` and `timeout_us`,
     with `steps` flags for each `heads_per_group` key heads.
 
-    `near` chooses between the orders of Note [Order of blocks]. `turns`, `counters` and `patience` (microseconds) fix the order
+    `near` chooses between the orders of Note [Order of blocks]. `turns`, `counters` and `limit_us` (microseconds) fix the order
     in which dq is added (Note [Order of sums]); None: any. HELD: columns of V that stay in registers.
     SCORED, V_SCORED: columns of q and of do that are not zero; scores are products over these.
     MASK_BITS: a word of bits per key hides pairs (`hide` of primitives.py).
@@ -725,7 +725,7 @@ def backward_kernel(
         ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, TILE, BM], DS_LAYOUT)
         dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, D * BM // 128], dq_desc.layout)
     _specialize(
-        hp.Plan(work, segments, starts, heads, group, rows, tiles, near, turns, counters, ticket, patience),
+        hp.Plan(work, segments, starts, heads, group, rows, tiles, near, turns, counters, ticket, limit_us),
         hp.Inputs(
             q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, padded_queries, flags, error, steps,
             heads_per_group, timeout_us, board, epochs,

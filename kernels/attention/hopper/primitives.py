@@ -24,7 +24,7 @@ from ringattn.kernels.attention.arguments import RAISED_BITS
 RAISING = gl.constexpr(2.0**RAISED_BITS)
 LOWERING = gl.constexpr(2.0**-RAISED_BITS)
 Plan = namedtuple(
-    "Plan", "work segments starts heads group rows tiles near turns counters ticket patience", defaults=(None,) * 6
+    "Plan", "work segments starts heads group rows tiles near turns counters ticket limit_us", defaults=(None,) * 6
 )
 Score = namedtuple(
     "Score", "positions lo hi lo_sb hi_sb lo_st hi_st local_rows alibi_slopes key_bias key_bias_sb scale cap softmax_scale keys "
@@ -157,13 +157,13 @@ def _check_in(place, awaited, enough):
 
 
 @gluon.jit
-def wait_turn(counter, turn, patience):
-    """Waits until *counter is `turn`, and bulk copies see what was added before; traps after `patience` microseconds."""
+def wait_turn(counter, turn, limit_us):
+    """Waits until *counter is `turn`, and bulk copies see what was added before; traps after `limit_us` microseconds."""
     asm: gl.constexpr = """{ .reg .pred p; .reg .s32 v; .reg .u64 began, now; mov.u64 began, %globaltimer;
         POLL: ld.acquire.gpu.global.s32 v, [$1]; setp.ge.s32 p, v, $2; @p bra SEEN;
         mov.u64 now, %globaltimer; sub.s64 now, now, began; setp.gt.s64 p, now, $3; @p trap; bra POLL;
         SEEN: fence.proxy.async.global; mov.u32 $0, 0; }"""
-    limit = gl.to_tensor(patience).to(gl.int64) * 1000
+    limit = gl.to_tensor(limit_us).to(gl.int64) * 1000
     gl.inline_asm_elementwise(asm, "=r,l,r,l", [counter, turn, limit], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -140,16 +140,16 @@ class SegmentShardings:
 class ForwardHook(ModelHook):
     """Hook of the model: the sharding of its input is current during its forward."""
 
-    def __init__(self, shardings: SegmentShardings, spec: DenoiserSpec, gathering: Mapping[str, nn.Module]) -> None:
+    def __init__(self, shardings: SegmentShardings, spec: DenoiserSpec, last_modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.shardings, self.spec, self.gathering = shardings, spec, gathering
+        self.shardings, self.spec, self.last_modules = shardings, spec, last_modules
         # it reads the arguments
         untraced: Any = torch.compiler.disable(shardings.shard_joint)
         self.shard_joint: Callable[..., Sharding] = untraced
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Refuse a copy of the model, whose hooks run the original, and one without the modules that gather its output."""
-        if changed := [name for name, last in self.gathering.items() if module.get_submodule(name) is not last]:
+        if changed := [name for name, last in self.last_modules.items() if module.get_submodule(name) is not last]:
             error = (
                 f"a transformer on a ring must keep its modules, got another {changed[0]} than at enable_ring: it is a copy, or "
                 "adapters were loaded or unloaded; call disable_ring(transformer), then enable_ring again"
