@@ -273,16 +273,21 @@ def draw_weights(
                 owner._initialize_weights(module)
             for name, x in metas.items():
                 own: Any = module._parameters[name]
-                for part in own.detach().flatten().split(DIGESTED):
-                    digest = (digest * 31 + int(digest_bits(part))) % 2**61
+                digest = _add_digest(digest, own)
                 placed[id(x)] = _kept(own, slots.get((id(module), name)), rank)
-                del own, part  # a whole weight goes before the next one comes
+                del own  # a whole weight goes before the next one comes
             for name, x in list(module._parameters.items()):
                 if name in metas:
                     module._parameters[name] = placed[id(metas[name])]
                 elif x is not None:
                     module._parameters[name] = placed[id(x)]  # tied to one that was drawn before
     nn.Module.to(model, device)  # buffers
+    return digest
+
+
+def _add_digest(digest: int, x: Tensor) -> int:
+    for part in x.detach().flatten().split(DIGESTED):
+        digest = (digest * 31 + int(digest_bits(part))) % 2**61
     return digest
 
 
