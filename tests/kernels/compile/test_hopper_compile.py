@@ -116,7 +116,6 @@ SPILLS_OF_38 = {
     "backward_64_gathered_every_feature": 8,
     "backward_64_terms_every_feature": 12,
     "backward_128_softcap": 2,
-    "backward_64_ordered_accumulated": 6,
 }
 """Accesses to local memory in loops with products that Triton 3.8.0 makes where 3.6 and 3.7 make none, at most."""
 
