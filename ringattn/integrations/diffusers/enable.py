@@ -116,10 +116,10 @@ def _make_hooks(
         yield "ringattn_cut", modules[name], CutHook(shardings, inputs.get(name, {}), outputs.get(name, ()))
     for name, calls in attention.items():
         yield "ringattn_attention", modules[name], AttentionHook(shardings, calls, spec.skip)
-    gathering = {name: where for pattern, where in spec.gather.items() for name in _match(modules, pattern)}
-    for name, where in gathering.items():
+    gathered = {name: where for pattern, where in spec.gather.items() for name in _match(modules, pattern)}
+    for name, where in gathered.items():
         yield "ringattn_gather", modules[name], GatherHook(shardings, where)
-    yield "ringattn", model, ForwardHook(shardings, spec, {name: modules[name] for name in gathering})
+    yield "ringattn", model, ForwardHook(shardings, spec, {name: modules[name] for name in gathered})
 
 
 def _match(modules: dict[str, nn.Module], pattern: str) -> list[str]:
