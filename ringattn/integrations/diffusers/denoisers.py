@@ -73,7 +73,8 @@ class DenoiserSpec:
         calls: By name, the calls of attention modules over some segments, in the order in which they are made.
         skip: Argument of attention modules that leave out their calls when it is true; "": they never do.
         local: Names of the attention modules that every rank runs alone: their keys are whole on every rank.
-        gather: By name, modules whose output is put together on every rank.
+        gather: By name, modules whose output is put together on every rank; or one name, of an output with tokens in dim 1.
+        gathered: Segment of the output of that one module.
         not_empty: Segments of which every rank must hold a token, because the model reshapes or slices each one alone.
         refused: Arguments of the model that must be None, with the reason and what to do.
     """
@@ -85,9 +86,15 @@ class DenoiserSpec:
     calls: Mapping[str, tuple[AttentionCall, ...]] = field(default_factory=dict)
     skip: str = ""
     local: tuple[str, ...] = ()
-    gather: Mapping[str, TokenDim] = field(default_factory=lambda: {"proj_out": TokenDim("image", 1)})
+    gather: str | Mapping[str, TokenDim] = "proj_out"
+    gathered: str = "image"
     not_empty: tuple[str, ...] = ("image",)
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def outputs_gathered(self) -> Mapping[str, TokenDim]:
+        """`gather` by name."""
+        return {self.gather: TokenDim(self.gathered, 1)} if isinstance(self.gather, str) else self.gather
 
 
 def _patches(latents: Tensor, patch_size: tuple[int, int, int], factor: int = 1) -> int:

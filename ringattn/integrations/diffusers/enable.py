@@ -116,7 +116,7 @@ def _make_hooks(
         yield "ringattn_cut", modules[name], CutHook(shardings, inputs.get(name, {}), outputs.get(name, ()))
     for name, calls in attention.items():
         yield "ringattn_attention", modules[name], AttentionHook(shardings, calls, spec.skip)
-    gathered = {name: where for pattern, where in spec.gather.items() for name in _match(modules, pattern)}
+    gathered = {name: where for pattern, where in spec.outputs_gathered.items() for name in _match(modules, pattern)}
     for name, where in gathered.items():
         yield "ringattn_gather", modules[name], GatherHook(shardings, where)
     yield "ringattn", model, ForwardHook(shardings, spec, {name: modules[name] for name in gathered})

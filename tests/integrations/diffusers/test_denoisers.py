@@ -195,3 +195,8 @@ def own_model(on_ring: bool) -> Tensor:
 def test_a_model_of_ones_own_runs_by_its_spec(pool: Pools, world_size: int) -> None:
     for found in pool(world_size).run(own_model, True):
         torch.testing.assert_close(found, own_model(False))
+
+
+def test_one_gathered_output_may_be_named_with_its_segment() -> None:
+    spec = DenoiserSpec(lambda *_: {"text": 3}, {}, gather="norm_out", gathered="text")
+    assert spec.outputs_gathered == {"norm_out": TokenDim("text", 1)}
