@@ -138,7 +138,7 @@ def num_splits(
     from ringattn.kernels.attention.portable.configs import kind_of
 
     kind, rows = kind_of(device), s * h // hk
-    if latent and kind == "sm90" and kv_dtype.itemsize == 2 and page_size % 64 == 0:
+    if latent and kind == "sm90" and kv_dtype.itemsize <= 2 and page_size % 64 == 0:
         config = decode_configs.LATENT_HOPPER
     else:
         config = decode_configs.choose(kind, kv_dtype.itemsize, head_dim, rows, latent=latent)
@@ -275,8 +275,6 @@ def _hopper(request: _Request) -> tuple[bool, str]:
         return False, why_not
     if request.kv_dtype not in (request.dtype, FP8):
         return False, f"k must have q's dtype or {FP8}, got {request.kv_dtype}"
-    if request.kv_dtype == FP8 and not request.explicit:
-        return False, "fp8 pages of latents have run in the emulator only; impl='hopper' takes them"
     unit = 16 // request.kv_dtype.itemsize
     if r not in (128, 256, 512) or not r <= d <= r + 64 or d % unit:
         return False, (

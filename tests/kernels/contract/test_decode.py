@@ -8,7 +8,6 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -201,14 +200,7 @@ def test_latents_in_16_and_8_bits_are_served_by_hopper(
     hopper = types.ModuleType("ringattn.kernels.decode.latent_hopper")
     monkeypatch.setitem(sys.modules, hopper.__name__, hopper)
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.0"))
-    select = partial(select_decode_kernel, GPU, dtype, kv_dtype, columns, 512, 64, latent=True)
-    if kv_dtype == FP8:
-        assert select().kernels is gpu
-    if kv_dtype == FP8 and why is not None:
-        with pytest.raises(NotImplementedError, match=why):
-            select(impl="hopper")
-        return
-    choice = select(impl="hopper" if kv_dtype == FP8 else "auto")
+    choice = select_decode_kernel(GPU, dtype, kv_dtype, columns, 512, 64, latent=True)
     assert choice.kernels is (hopper if why is None else gpu)
     assert [reason for _, reason in choice.rejected if why is None or why not in reason] == []
 
