@@ -1,7 +1,8 @@
 """The group "log_probs" of `bench kernels`: log-probabilities of given tokens and their backward, beside plain torch.
 
 Rows of 4,096 columns meet a head of 151,936 tokens (Qwen 3), in bf16. `ringattn.training.token_log_probs` makes logits chunk by
-chunk; "torch" makes all of them, in fp32 for log_softmax, as models do. `peak_gib` is beyond the inputs.
+chunk; "torch" makes all of them, in fp32 for log_softmax, as models do, and "torch_pieces" as many as we at a time, in checkpoints
+of torch. `peak_gib` is beyond the inputs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ringattn.launch.bench.workloads import free_memory
 from ringattn.launch.common.session import Session
 from ringattn.launch.common.timing import time_calls
 from ringattn.numerics.error_budget import Budget
 from ringattn.training import token_log_probs
+from ringattn.training.log_probs import CHUNK_ELEMENTS
 
 SIZES = {"cuda": (4096, 151936, (8192, 32768, 131072)), "cpu": (16, 61, (20,))}
 """Columns, tokens of the vocabulary, rows."""
@@ -30,7 +33,13 @@ def dense_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
-WAYS: dict[str, Callable[..., Tensor]] = {"ringattn": token_log_probs, "torch": dense_log_probs}
+def pieces_of_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probabilities by the logits of some rows at a time, which the backward computes again."""
+    pairs = zip(*(x.split(max(1, CHUNK_ELEMENTS // len(weight))) for x in (hidden, targets)), strict=True)
+    return torch.cat([checkpoint(dense_log_probs, rows, weight, to, use_reentrant=False) for rows, to in pairs])
+
+
+WAYS = {"ringattn": token_log_probs, "torch": dense_log_probs, "torch_pieces": pieces_of_log_probs}
 
 
 def log_probs_rows(session: Session, rounds: int, seconds: float) -> Iterator[dict[str, Any]]:

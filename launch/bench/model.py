@@ -5,6 +5,8 @@ bf16, gradients reduced in fp32, AdamW on fp32 shards), blocks checkpointed, the
 differs, and that "ring" saves its output (selective checkpointing of one operator) while the others compute it again in the
 backward. torch's context parallelism has no grouped heads: keys and values are repeated to the query heads inside its step.
 MFU is the part of the datasheet's peak (`train/metrics.py`: 989 TFLOP/s for H100 and H200) that `ModelShape.step_flops` makes.
+With `--offload` checkpoints of blocks wait in host memory: `saved_gib` is what the forward leaves on the GPU, `host_gib` the pinned
+memory, and the row "copies" how fast the copies are where nothing else runs.
 
 `bench trainer` measures steps of `transformers.Trainer` on one GPU by context and attention, and the overhead of `RingTrainer`: a
 Llama-shaped model of random weights in bf16, AdamW, blocks checkpointed, one sequence per step. A first step that differs from
@@ -14,14 +16,15 @@ that of the first implementation in loss or gradient norm has no speed. transfor
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -36,11 +39,14 @@ from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mf
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.common.session import Keep, Session
-from ringattn.launch.common.timing import reason
+from ringattn.launch.common.timing import reason, time_together
 from ringattn.launch.train.model import Block, Transformer
 from ringattn.training import checkpoint_layers_, chunk_rows_
+from ringattn.training.offload import CHUNK_BYTES, Offloader
 
 Attention = Literal["ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"]
+COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
+"""Bytes of a copy to host memory whose rate is measured."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +57,16 @@ class ModelFlags(ContextArgs):
         attentions: "ring"; "ring_recomputed", whose backward computes attention again like everything else in a block; or torch's
             context parallelism by its rotate method, which is also recomputed.
         steps: Steps that are timed, after one that is not; the median counts.
-        mlp_rows: Rows per rank that go through SwiGLU at a time.
+        mlp_rows: Rows per rank that go through SwiGLU at a time; each number is measured.
+        offload: First blocks whose checkpoints wait in pinned host memory; each number is measured.
         max_step_s: A first step that takes longer is the only one, and counts.
         name: Of the JSON.
     """
 
     attentions: tuple[Attention, ...] = ("ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall")
     steps: int = 2
-    mlp_rows: int = 131072
+    mlp_rows: tuple[int, ...] = (131072,)
+    offload: tuple[int, ...] = (0,)
     max_step_s: float = 60.0
     name: str = "model"
 
@@ -70,7 +78,6 @@ def open_model(args: ModelFlags, layers: int, session: Session) -> tuple[Transfo
 
     with torch.device("meta"):
         model = Transformer(args.shape(layers))
-    chunk_rows_([cast(Block, block).mlp for block in model.blocks], args.mlp_rows)
     mesh = init_device_mesh(session.device.type, (session.world_size,), mesh_dim_names=("cp",))
     # inputs stay as they are: rotary tables are fp32, and FSDP would not round them alike when a block is computed again
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -88,14 +95,24 @@ def open_model(args: ModelFlags, layers: int, session: Session) -> tuple[Transfo
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=session.device.type == "cuda")
 
 
+class Variant(NamedTuple):
+    """What computes attention, rows of a chunk of an MLP, and blocks whose checkpoints wait in host memory."""
+
+    who: str
+    mlp_rows: int
+    offload: int
+
+
 @contextlib.contextmanager
-def use_attention(model: Transformer, who: str, session: Session) -> Iterator[None]:
-    """Let `who` compute the model's attention inside the context; raise Unsupported if it cannot here."""
-    for block in model.blocks:
-        block.__dict__.pop("forward", None)  # checkpointing of the last one
-    checkpoint_layers_([*model.blocks], "selective" if who == "ring" else "full")
+def use_variant(model: Transformer, variant: Variant, session: Session) -> Iterator[Offloader | None]:
+    """Let a variant compute the model inside the context; raise Unsupported if its attention cannot here."""
+    who, mlps = variant.who, [cast(Block, block).mlp for block in model.blocks]
+    for module in (*model.blocks, *mlps):
+        module.__dict__.pop("forward", None)  # that of the last one
+    chunk_rows_(mlps, variant.mlp_rows)
+    host = checkpoint_layers_([*model.blocks], "selective" if who == "ring" else "full", offload=variant.offload)
     if who.startswith("ring"):
-        yield
+        yield host
         return
     if session.device.type != "cuda" or session.world_size == 1:
         raise Unsupported("runs among several GPUs only")
@@ -112,7 +129,7 @@ def use_attention(model: Transformer, who: str, session: Session) -> Iterator[No
             attention = cast(Block, block).attention
             attention.attend = attend
             undo.callback(setattr, attention, "attend", ringattn.ring_attention)
-        yield
+        yield host
 
 
 @dataclass(frozen=True)
@@ -136,26 +153,29 @@ class Batch:
         return model(self.tokens, self.sharding, self.targets) * (self.sharding.world_size / self.sharding.seq_len)
 
 
-def disagreement(args: ModelFlags, model: Transformer, ring: ringattn.Ring, session: Session) -> dict[str, str]:
-    """Return the implementations whose loss or gradients differ from ours at a short length, and how far."""
+def disagreement(
+    args: ModelFlags, variants: Sequence[Variant], model: Transformer, ring: ringattn.Ring, session: Session
+) -> dict[Variant, str]:
+    """Return the variants whose loss or gradients differ from ours at a short length, and how far."""
     batch = Batch.draw(ring, 1024 * session.world_size, args.vocab_size, session.device)
-    found: dict[str, list[float]] = {}
-    wrong: dict[str, str] = {}
-    for who in dict.fromkeys(("ring", *args.attentions)):
+    found: dict[Variant, list[float]] = {}
+    wrong: dict[Variant, str] = {}
+    ours = Variant("ring", args.mlp_rows[0], 0)
+    for variant in dict.fromkeys((ours, *variants)):
         try:
-            with use_attention(model, who, session):
+            with use_variant(model, variant, session):
                 loss = batch.loss(model)
                 loss.backward()
             square = sum((p.grad.to_local().double() ** 2).sum() for p in model.parameters() if p.grad is not None)  # pyright: ignore[reportAttributeAccessIssue]
             total, square = session.sum(torch.stack([loss.detach().double(), torch.as_tensor(square)])).tolist()
-            found[who] = [total / session.world_size, math.sqrt(square)]
+            found[variant] = [total / session.world_size, math.sqrt(square)]
         except Exception as error:
-            if who.startswith("ring"):
+            if variant.who.startswith("ring"):
                 raise
-            wrong[who] = str(error) if isinstance(error, Unsupported) else reason(error)
+            wrong[variant] = str(error) if isinstance(error, Unsupported) else reason(error)
         model.zero_grad(set_to_none=True)
-    differ = {who: step_difference(step, found["ring"], args.dtype) for who, step in found.items()}
-    return wrong | {who: why for who, why in differ.items() if why}
+    differ = {variant: step_difference(step, found[ours], args.dtype) for variant, step in found.items()}
+    return wrong | {variant: why for variant, why in differ.items() if why}
 
 
 def bench_model(args: ModelFlags, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
@@ -169,25 +189,41 @@ def bench_model(args: ModelFlags, session: Session, keep: Keep) -> list[dict[str
     if session.device.type == "cuda" and not check_rings([problem], ("zigzag",), session, "auto"):
         return None
     rows = Rows(session, keep, {"bench": "model", "world_size": session.world_size, **args.sizes})
+    if any(args.offload):
+        rows.add({"part": "copies", "who": "copies"} | measure_copies(session))
     for length, layers in args.contexts.items():
         ring = ringattn.Ring()
         model, optimizer = open_model(args, layers, session)
-        wrong = disagreement(args, model, ring, session)
-        for who in args.attentions:
-            row: dict[str, Any] = {"seq_len": length, "who": who, "layers": layers}
-            row["recompute"] = "selective" if who == "ring" else "full"
+        variants = [Variant(*x) for x in itertools.product(args.attentions, args.mlp_rows, args.offload)]
+        wrong = disagreement(args, variants, model, ring, session)
+        for variant in variants:
+            row: dict[str, Any] = {"seq_len": length, "layers": layers, **variant._asdict()}
+            row["recompute"] = "selective" if variant.who == "ring" else "full"
             row["parameters"] = sum(p.numel() for p in model.parameters())
-            if who in wrong:
-                row["refused"] = wrong[who]
+            if variant in wrong:
+                row["refused"] = wrong[variant]
             else:
-                with use_attention(model, who, session):
+                with use_variant(model, variant, session) as host:
                     batch = Batch.draw(ring, length, args.vocab_size, session.device)
                     row |= _measure(args, model, optimizer, batch, session)
+                    row["host_gib"] = 0.0 if host is None else host.host_bytes / 2**30
             rows.add(row)
         ring.close()
         del model, optimizer
         free_memory()
     return rows.rows
+
+
+def measure_copies(session: Session) -> dict[str, Any]:
+    """Return the 10^9 bytes per second of the copies of offload, out and back, of the slowest rank while all copy."""
+    size = COPIED_BYTES[session.device.type]
+    x = torch.zeros(size, dtype=torch.uint8, device=session.device)
+    copier = Offloader().make_copier(x.device)
+    pairs = list(zip(copier.allocate(size).split(CHUNK_BYTES), x.split(CHUNK_BYTES), strict=True))
+    ways = {"out": pairs, "back": [(source, to) for to, source in pairs]}
+    calls = {way: lambda pairs=pairs: copier.wait(copier.copy(pairs)) for way, pairs in ways.items()}
+    times = time_together(calls, session, 5)
+    return {"bytes": size} | {f"{way}_gbps": size / time_.eager_ms / 1e6 for way, time_ in times.items()}
 
 
 def _measure(
@@ -198,11 +234,14 @@ def _measure(
     memory = PeakMemory(session)
     taken: list[float] = []
     losses: list[float] = []
+    states = saved = None
     while len(taken) < 1 + args.steps and (not taken or taken[0] <= args.max_step_s):
         session.barrier()
         began = time.perf_counter()
         try:
+            states = allocated_gib(session)
             loss = batch.loss(model)
+            saved = allocated_gib(session)
             loss.backward()
             optimizer.step()
             session.barrier()
@@ -225,7 +264,14 @@ def _measure(
         "model_tflops_per_gpu": flops / seconds / ranks / 1e12,
         "mfu_percent": mfu_percent(flops, seconds, session, DTYPES[args.dtype]),
         "peak_gib": memory.gib(),
+        "states_gib": states,
+        "saved_gib": None if saved is None or states is None else saved - states,
     }
+
+
+def allocated_gib(session: Session) -> float | None:
+    """Return what torch's allocator holds for tensors, enqueued work counted as done; None on a CPU."""
+    return torch.cuda.memory_allocated(session.device) / 2**30 if session.device.type == "cuda" else None
 
 
 Who = Literal["sdpa", "flash", "ringattn", "ring_trainer"]

@@ -23,7 +23,9 @@ _COLUMNS: dict[str, str] = {
     "layer_us layer_in_one_thread_us",
     "latent: training": "world_size shape tokens_per_rank schedule who forward_ms both_ms peak_gib",
     "latent: decode": "world_size shape tokens layers cache_gib eager_ms_per_layer graph_ms_per_layer gbps share tflops",
-    "model": "world_size seq_len layers who recompute step_s tokens_per_s_per_gpu model_tflops_per_gpu mfu_percent peak_gib",
+    "model": "world_size seq_len layers who recompute mlp_rows offload step_s tokens_per_s_per_gpu model_tflops_per_gpu "
+    "mfu_percent peak_gib saved_gib host_gib",
+    "model: copies": "world_size out_gbps back_gbps",
     "trainer": "seq_len who steps step_s tokens_per_s ratio overhead mfu_percent peak_gib",
     "kernels": "group direction mask batch seq_len heads kv_heads head_dim v_head_dim dtype who level timing ms tflops ratio",
     "kernels: softmax": "dtype n copy_gbps ours_gbps torch_gbps lse_gbps ours_backward_gbps torch_backward_gbps share_of_copy",

@@ -22,9 +22,9 @@ SMALL = ["--layers", "2", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--h
 SHAPE = ModelShape("x", 16, 2, 4, 2, 8, 24, vocab_size=11)
 
 
-def _bench(out: str) -> int:
+def _bench(out: str, *more: str) -> int:
     words = ["--lengths", "63", "128", "--vocab-size", "11", "--mlp-rows", "40", "--device", "cpu", "--out", out]
-    return bench.main(["model", *SMALL, *words])
+    return bench.main(["model", *SMALL, *words, *more])
 
 
 @pytest.mark.dist
@@ -66,6 +66,17 @@ def _cut_off(out: str) -> None:
 
 
 @pytest.mark.dist
+def test_rows_say_what_waits_in_host_memory_and_how_fast_it_is_copied(pool, tmp_path: Path) -> None:
+    more = ("--attentions", "ring", "--lengths", "64", "--mlp-rows", "40", "9", "--offload", "0", "2", "--steps", "1")
+    assert pool(2).run(_bench, str(tmp_path), *more) == [0, 0]
+    copies, *rows = json.loads((tmp_path / "model.json").read_text())["rows"]
+    assert copies["out_gbps"] > 0 < copies["back_gbps"]
+    assert [(row["mlp_rows"], row["offload"]) for row in rows] == [(40, 0), (40, 2), (9, 0), (9, 2)]
+    assert [row["host_gib"] > 0 for row in rows] == [False, True] * 2
+    assert rows[0]["losses"][0] > rows[-1]["losses"][-1], "all train the same parameters"
+
+
+@pytest.mark.dist
 def test_a_run_that_is_cut_off_leaves_what_it_has_measured(pool, tmp_path: Path) -> None:
     pool(2).run(_cut_off, str(tmp_path))
     rows = json.loads((tmp_path / "model.json").read_text())["rows"]
@@ -80,8 +91,9 @@ def _disagree() -> dict[str, str]:
     from ringattn.launch.common.session import open_session
 
     args = ModelFlags(
-        lengths=(64,), layers=(1,), dtype="fp32", dim=16, heads=4, kv_heads=2, head_dim=8, mlp_dim=24, vocab_size=11
-    )
+        lengths=(64,), layers=(1,), dtype="fp32", dim=16, heads=4, kv_heads=2, head_dim=8, mlp_dim=24, vocab_size=11,
+        mlp_rows=(7,),
+    )  # fmt: skip
     with open_session("cpu") as session:
         model, _ = model_bench.open_model(args, 1, session)
         calls = []
@@ -91,7 +103,9 @@ def _disagree() -> dict[str, str]:
             return (ringattn.ring_attention if len(calls) < 2 else _wrong)(*inputs, **mask)  # type: ignore[operator]
 
         model.blocks[0].attention.attend = forward_once_right  # type: ignore[union-attr,assignment]
-        return model_bench.disagreement(args, model, ringattn.Ring(), session)
+        variants = [model_bench.Variant(who, 7, 0) for who in args.attentions]
+        wrong = model_bench.disagreement(args, variants, model, ringattn.Ring(), session)
+        return {variant.who: why for variant, why in wrong.items()}
 
 
 @pytest.mark.dist
