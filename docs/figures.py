@@ -12,7 +12,8 @@ NAMES = {
     "auto": "ringattn auto",
     "cudnn": "cuDNN",
     "fa2": "FlashAttention-2",
-    "flex": "FlexAttention",
+    "flex": "FlexAttention, Triton",
+    "flex_flash": "FlexAttention, FLASH",
     "fa4": "FlashAttention-4",
 }
 """Names of kernels in figures, in the order they are shown."""
@@ -23,6 +24,7 @@ COLORS = {
     "cudnn": "#2da44e",
     "fa2": "#8b949e",
     "flex": "#a371f7",
+    "flex_flash": "#db61a2",
     "fa4": "#388bfd",
 }
 RING_NAMES = {
@@ -54,7 +56,7 @@ RING_COLORS = {
     "torch_cp_alltoall": "#388bfd",
     "ring_flash_attn": "#8b949e",
 }
-PEERS = {"cudnn", "fa2", "flex", "fa4", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"}
+PEERS = {"cudnn", "fa2", "flex", "flex_flash", "fa4", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"}
 """Implementations of others, which have thin lines."""
 PALETTE = ("#e5484d", "#f0883e", "#bf8700", "#2da44e", "#388bfd", "#a371f7", "#db61a2", "#6e40c9")
 DIRECTIONS = {"forward": "forward", "both": "forward + backward", "model": "training step"}

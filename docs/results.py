@@ -303,7 +303,7 @@ TABLES = (
     ),
     Table(
         "Masks of several intervals and of blocks",
-        "As above; our kernel alone beside FlexAttention, by plain calls. [The masks](commands.md#bench-kernels).",
+        "As above; our kernel alone beside FlexAttention on Triton, by plain calls. [The masks](commands.md#bench-kernels).",
         "kernels-unions",
         PROBLEM,
         KERNELS,

@@ -34,7 +34,7 @@ from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.device_tables import sides_of, step_tables
 from ringattn.plan.sharding import Sharding
 
-PEERS = ("cudnn", "fa2", "flex", "fa4")
+PEERS = ("cudnn", "fa2", "flex", "flex_flash", "fa4")
 RANKS = 4
 """Ranks whose ring steps are timed at the level "steps"."""
 
@@ -213,12 +213,15 @@ def _sdpa(inputs: Inputs, backend: Any) -> Contender:
     return differentiable(forward, (q, k, v), do, lambda x: x.transpose(1, 2))
 
 
-def prepare_flex(inputs: Inputs) -> Contender:
-    """Prepare FlexAttention, compiled, with a block mask, b h s d."""
+def prepare_flex(inputs: Inputs, backend: str | None = None) -> Contender:
+    """Prepare FlexAttention, compiled, with a block mask, b h s d: on Triton kernels, or on FlashAttention-4's ("FLASH")."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     problem = inputs.problem
     _check_peer(inputs, problem.mask)
+    options: dict[str, Any] = {} if backend is None else {"kernel_options": {"BACKEND": backend}}
+    # on Hopper FlashAttention-4 takes blocks of as many keys as a tile of its forward and of its backward has
+    keys = 128 if backend is None or problem.head_dim <= 128 else 96 if problem.head_dim <= 192 else 64
     q, k, v, do = inputs.take("bhsd")
     n, block_mask = problem.seq_len, None
     if problem.mask != "full":
@@ -229,12 +232,14 @@ def prepare_flex(inputs: Inputs) -> Contender:
             lambda b, h, i, j: rule(i, j),  # noqa: ARG005
             *(None, None, n, n),
             device=str(inputs.device),
+            BLOCK_SIZE=(128, keys),
             _compile=large,
         )
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def forward() -> Tensor:
-        return compiled(q, k, v, block_mask=block_mask, enable_gqa=problem.heads != problem.kv_heads)
+        grouped = problem.heads != problem.kv_heads
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped, **options)
 
     return differentiable(forward, (q, k, v), do, lambda x: x.transpose(1, 2))
 
@@ -288,7 +293,13 @@ def prepare(who: str, level: str, inputs: Inputs) -> Contender:
 
     Levels of ours are "op", a function with autograd; "kernel", the kernel set alone; "steps", as RANKS ranks of a ring call it.
     """
-    peers = {"cudnn": prepare_cudnn, "fa2": prepare_fa2, "flex": prepare_flex, "fa4": prepare_fa4}
+    peers: dict[str, Callable[[Inputs], Contender]] = {
+        "cudnn": prepare_cudnn,
+        "fa2": prepare_fa2,
+        "flex": prepare_flex,
+        "flex_flash": functools.partial(prepare_flex, backend="FLASH"),
+        "fa4": prepare_fa4,
+    }
     if who in peers:
         return peers[who](inputs)
     try:

@@ -63,7 +63,7 @@ class KernelsFlags:
         head_dims: Of q and k, most important first.
         v_head_dim: Of v; None: as q and k.
         masks: Masks.
-        who: Implementations: kernel sets of ours by name, or "auto"; cudnn, fa2, flex, fa4.
+        who: Implementations: kernel sets of ours by name, or "auto"; cudnn, fa2, flex, flex_flash, fa4.
         levels: Ours as functions with autograd ("op"), as kernels alone ("kernel"), or as the four ranks of a zigzag ring call
             them, one after the other and without transport ("steps"); peers are functions.
         length: Tokens of target, masks and grouped.

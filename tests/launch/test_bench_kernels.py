@@ -36,7 +36,7 @@ def _rows(tmp_path: Path, *words: str) -> dict[str, Any]:
 
 def test_unsupported_contenders_have_a_row_with_the_reason(tmp_path: Path) -> None:
     groups = ["target", "masks", "grouped", "unions"]
-    kept = _rows(tmp_path, "--who", "auto", "portable", "cudnn", "fa2", "flex", "fa4", "--groups", *groups)
+    kept = _rows(tmp_path, "--who", "auto", "portable", *baselines.PEERS, "--groups", *groups)
     rows = kept["rows"]
     assert {(row["who"], row["level"]) for row in rows if "tflops" in row} == {("auto", "op"), ("auto", "kernel")}
     assert all(row["refused"] for row in rows if row["who"] != "auto")

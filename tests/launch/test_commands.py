@@ -148,7 +148,7 @@ def test_unknown_kernels_are_refused_at_once(command: Any, words: list[str]) -> 
 
 def test_contenders_that_nobody_knows_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="who must be of cudnn, fa2, flex, fa4 and our kernel sets, got fa5: impl must be"
+        ValueError, match="who must be of cudnn, fa2, flex, flex_flash, fa4 and our kernel sets, got fa5: impl must be"
     ):
         bench.KernelsFlags(who=("hopper", "fa5"))
 
