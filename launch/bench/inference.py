@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ from ringattn.launch.bench.inference_model import (
     local_bytes,
     make_cache,
     make_model,
+    make_sharded_model,
     pages_for,
     use_attention,
 )
@@ -65,6 +67,8 @@ OVERHEAD_US = 15.0
 """Allowance of a layer's attention beyond its bytes (Note [Bounds of tokens])."""
 PASS_BYTES = 2 * 2**30
 """Keys and values of a pass over layers, on a rank."""
+CHECKED_LAYERS = 4
+"""Layers of the model whose weights are sharded by the check: every rank has all of them before."""
 WARMUP_TOKENS = 3
 """Tokens before those that are timed."""
 PEER_FLOPS = 2.5e14
@@ -87,6 +91,7 @@ class InferenceFlags(ContextArgs):
         kv_dtype: Store keys and values in fp8 ("fp8"), or in dtype ("same").
         fuse: Compile decoder layers for decode, as the server does.
         split: Apply tensor parallelism for decode, as the server does.
+        weights: "sharded": each rank stores its slice of them, as in the server; the check then shards a model of at most 4 layers.
         tokens: Tokens that are timed one by one.
         rounds: Rounds of everything else; fewer where one takes long.
         max_prompt_s: A prompt that takes longer is timed once, and transformers does not run one that is expected to.
@@ -103,6 +108,7 @@ class InferenceFlags(ContextArgs):
     kv_dtype: Literal["same", "fp8"] = "same"
     fuse: bool = True
     split: bool = True
+    weights: Literal["whole", "sharded"] = "whole"
     tokens: int = 16
     rounds: int = 3
     max_prompt_s: float = 30.0
@@ -147,7 +153,7 @@ class _Bench:
         self.args, self.session, self.ring = args, session, ringattn.Ring()
         self.dtype = DTYPES[args.dtype]
         self.kv_dtype = torch.float8_e4m3fn if args.kv_dtype == "fp8" else None
-        names = ("heads", "kv_heads", "head_dim", "dtype", "kv_dtype")
+        names = ("heads", "kv_heads", "head_dim", "dtype", "kv_dtype", "weights")
         common = {name: getattr(args, name) for name in names}
         self.rows = Rows(session, keep, {"bench": "inference", "world_size": session.world_size, **common})
         self.began = time.perf_counter()
@@ -233,10 +239,11 @@ class _Bench:
 
 @dataclass
 class _Model:
-    """A model, and how many of its modules were compiled and split."""
+    """A model, the seconds in which it was made, and how many of its modules were compiled and split."""
 
     shape: ModelShape
     model: PreTrainedModel
+    load_s: float
     changed: dict[str, int] = field(default_factory=dict)
 
     def case(self, part: str, length: int, **more: Any) -> Row:
@@ -352,25 +359,33 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
     args, session = bench.args, bench.session
     shape = args.shape(layers)
     longest = max(*lengths, 1024) + 64 * args.tokens
-    try:
-        built = bench.build(lambda: make_model(shape, longest, bench.dtype, session.device))
-    except _LeftOut as why:
-        bench.rows.add({"part": "first", "layers": layers, "refused": f"the model does not fit: {why}"})
-        return True
-    model = _Model(shape, built)
+    sharded = args.weights == "sharded"
 
-    def is_right() -> bool:
-        wrong = check_model(shape, bench.dtype, built, bench.ring, session)
+    def is_right(model: PreTrainedModel, shape: ModelShape) -> bool:
+        wrong = check_model(shape, bench.dtype, model, bench.ring, session, shard=sharded)
         if wrong:
             session.say(wrong)
         return not wrong
+
+    try:
+        if sharded:
+            few = args.shape(min(layers, CHECKED_LAYERS))
+            if not is_right(bench.build(lambda: make_model(few, longest, bench.dtype, session.device)), few):
+                return False
+        make = partial(make_sharded_model, ring=bench.ring) if sharded else make_model
+        began = time.perf_counter()
+        built = bench.build(lambda: make(shape, longest, bench.dtype, session.device))
+    except _LeftOut as why:
+        bench.rows.add({"part": "first", "layers": layers, "refused": f"the model does not fit: {why}"})
+        return True
+    model = _Model(shape, built, session.maximum([time.perf_counter() - began])[0])
 
     def measure_tokens(part: Literal["token", "written"]) -> None:
         for length, batch, way in itertools.product(lengths, args.batches, ("eager", "graph")):
             case = model.case(part, length, batch=batch, how=way)
             bench.add(case, _token_rows(bench, model, case))
 
-    if not is_right():
+    if not sharded and not is_right(built, shape):
         return False
     if "generate" in args.parts:
         for length in lengths:
@@ -378,11 +393,11 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
     if "written" in args.parts:
         measure_tokens("written")
     if session.device.type == "cuda":
-        found = optimize_model(built, bench.ring, fused=args.fuse, split=args.split)
+        found = optimize_model(built, bench.ring, fused=args.fuse, split=args.split and not sharded)
         model.changed = {"fused": found.fused, "split": found.split}
         for line in found.messages:
             session.say(line)
-        if any(model.changed.values()) and not is_right():
+        if not sharded and any(model.changed.values()) and not is_right(built, shape):
             return False
     if "first" in args.parts:
         for length in lengths:
@@ -424,7 +439,26 @@ def _first_token_rows(bench: _Bench, model: _Model, length: int) -> Iterator[Row
         "tflops": flops / seconds / session.world_size / 1e12,
         "mfu_percent": mfu_percent(flops, seconds, session, bench.dtype),
         "peak_gib": memory.gib(),
+        "load_s": model.load_s,
+        **_memory_by_part(bench, model, cache),
     }
+
+
+def _memory_by_part(bench: _Bench, model: _Model, cache: PagedKVCache) -> Row:
+    """Return the GiB of a rank's weights, gathered layers and cache, and of all that is in use on its GPU, other ranks' too."""
+    from ringattn.integrations.transformers.model_forward import SHARDED
+    from ringattn.integrations.transformers.sharded_weights.shard import ShardedWeights
+
+    device, sharded = bench.session.device, SHARDED.get(model.model)
+    sizes = {
+        "weights_gib": sum(x.nbytes for x in model.model.parameters()),
+        "gathered_gib": 2 * sharded.gather.buffer_bytes if isinstance(sharded, ShardedWeights) else 0,
+        "cache_gib": cache.allocator.pages * cache.allocator.page_bytes,
+    }
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        sizes["device_gib"] = total - free
+    return {name: size / 2**30 for name, size in sizes.items()}
 
 
 def _token_rows(bench: _Bench, model: _Model, case: Row) -> Iterator[Row]:
@@ -436,8 +470,9 @@ def _token_rows(bench: _Bench, model: _Model, case: Row) -> Iterator[Row]:
     cache, requests = bench.full_cache(shape, batch, case["seq_len"], WARMUP_TOKENS + args.tokens + 3)
     step = cache.extend(requests, [1] * batch, mode="decode")
     kv_bytes = shape.layers * session.maximum([local_bytes(step)])[0]
-    ranks = session.world_size if model.changed.get("split") else 1
-    weight_bytes = shape.decode_weight_bytes(ranks=ranks, itemsize=bench.dtype.itemsize)
+    sharded = args.weights == "sharded"
+    ranks = session.world_size if sharded or model.changed.get("split") else 1
+    weight_bytes = shape.decode_weight_bytes(ranks=ranks, itemsize=bench.dtype.itemsize, sharded=sharded)
     bound = (weight_bytes + kv_bytes) / bench.gbps / 1e6
     how, decoder = "eager", Decoder(model.model, cache, requests)
     if case["how"] != "eager":

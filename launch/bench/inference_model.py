@@ -25,7 +25,7 @@ from ringattn.launch.common.session import check_numbers
 from ringattn.sizing.shapes import ModelShape
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from ringattn.integrations.transformers.cuda_graph_runner import GraphCapturer
 
@@ -101,12 +101,40 @@ class ContextArgs(ModelArgs):
 
 def make_model(shape: ModelShape, longest: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Make a model of random weights for up to `longest` positions; the same on every rank with the same kind of device."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
-    from ringattn.integrations.transformers import NAME, register
+    from ringattn.integrations.transformers import NAME
+
+    config = make_config(shape, longest)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def make_sharded_model(
+    shape: ModelShape, longest: int, dtype: torch.dtype, device: torch.device, ring: Ring
+) -> PreTrainedModel:
+    """Make a model of random weights of which each rank draws whole modules, one by one, and keeps its slices; collective."""
+    from ringattn.integrations.transformers.sharded_weights.load import draw_weights, empty_model
+    from ringattn.integrations.transformers.sharded_weights.plan import plan_weights
+    from ringattn.integrations.transformers.sharded_weights.shard import use_slices
+
+    plan = plan_weights(empty_model(make_config(shape, longest), dtype), ring.world_size)
+    digest = draw_weights(plan.model, device, 0, plan, ring.rank)
+    ring.assert_equal_across_ranks("random weights", str(digest))
+    use_slices(plan, ring)
+    return plan.model
+
+
+def make_config(shape: ModelShape, longest: int) -> PretrainedConfig:
+    """Return the config of a model of Llama's architecture for up to `longest` positions."""
+    from transformers import LlamaConfig
+
+    from ringattn.integrations.transformers import register
 
     register()
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=shape.dim,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
@@ -123,10 +151,6 @@ def make_model(shape: ModelShape, longest: int, dtype: torch.dtype, device: torc
         eos_token_id=None,
         pad_token_id=None,
     )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
-    return model.eval().requires_grad_(False)
 
 
 @contextmanager

@@ -35,7 +35,8 @@ _COLUMNS: dict[str, str] = {
     "inference: prefill": "world_size seq_len who chunk ms tflops percent_of_training",
     "inference: attention": "world_size seq_len batch how us_per_layer bound_us ratio ratio_with_15us goal_us goal_met "
     "calls_us_per_layer host_us_per_layer",
-    "inference: first": "world_size seq_len layers chunk ttft_s tokens_per_s tflops mfu_percent peak_gib",
+    "inference: first": "world_size seq_len layers chunk ttft_s tokens_per_s tflops mfu_percent peak_gib weights_gib "
+    "gathered_gib cache_gib device_gib load_s",
     "inference: token": _TOKENS,
     "inference: written": _TOKENS,
     "inference: throughput": f"{_DECODED} tokens_per_s latency_ms within largest",
