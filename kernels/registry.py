@@ -39,7 +39,7 @@ class SelectedKernels(Generic[K]):
     """The kernels that serve a call; `print(selected)` shows the reasons.
 
     Attributes:
-        name: "hopper", "hopper_ordered", "torch", "portable" or "eager".
+        name: "hopper", "torch", "portable" or "eager".
         kernels: Their class or function.
         reason: Reason for these.
         rejected: (name, reason against it) of every faster one.
@@ -56,15 +56,11 @@ class SelectedKernels(Generic[K]):
 
 @dataclass(frozen=True)
 class Candidate(Generic[R]):
-    """A row of a table of kernels: their name, where they are ("module:class", or a module), and (serves, reason) for a request.
-
-    explicit: Only their name chooses them, and never "auto".
-    """
+    """A row of a table of kernels: their name, where they are ("module:class", or a module), and (serves, reason) for a request."""
 
     name: str
     place: str
     answer: Callable[[R], tuple[bool, str]]
-    explicit: bool = False
 
     def load(self) -> Any:
         """Import the kernels."""
@@ -77,7 +73,7 @@ def select(kind: str, table: tuple[Candidate[R], ...], request: R, impl: str, ca
     """Return the first candidate that serves a request, or the one named `impl`; `cast` is the remedy if none does."""
     rejected: list[tuple[str, str]] = []
     for row in table:
-        if impl != row.name and (impl != "auto" or row.explicit):
+        if impl not in ("auto", row.name):
             continue
         serves, why = row.answer(request)
         if serves:
@@ -86,7 +82,7 @@ def select(kind: str, table: tuple[Candidate[R], ...], request: R, impl: str, ca
     if impl == "auto":
         reasons = "; ".join(f"{name}: {why}" for name, why in rejected)
         raise NotImplementedError(f"no {kind} serves this call: {reasons}; {cast}")
-    others = [row.name for row in table if row.name != impl and not row.explicit and row.answer(request)[0]]
+    others = [row.name for row in table if row.name != impl and row.answer(request)[0]]
     remedy = f'use impl="{others[0]}" or "auto"' if others else cast
     raise NotImplementedError(f'impl="{impl}" cannot serve this call: {rejected[0][1]}; {remedy}')
 
@@ -212,7 +208,6 @@ def _eager(request: _Request) -> tuple[bool, str]:
 
 _TABLE = (
     Candidate("hopper", "attention.hopper.api:HopperKernels", _hopper),
-    Candidate("hopper_ordered", "attention.hopper.api:OrderedHopperKernels", _hopper, explicit=True),
     Candidate("torch", "attention.torch_ops.api:TorchKernels", _torch),
     Candidate("portable", "attention.portable.api:PortableKernels", _portable),
     Candidate("eager", "attention.eager:EagerKernels", _eager),

@@ -87,8 +87,7 @@ def ring_attention(
         deterministic: Demand bitwise repeatable gradients. The eager and portable kernels always give them; the Hopper
             kernels then compute two products more, and those of torch need `torch.use_deterministic_algorithms(True)`. The
             forward always repeats.
-        impl: Kernel set: "auto", "hopper", "torch", "portable", "eager", or "hopper_ordered", which "auto" never takes; default:
-            the ring's.
+        impl: Kernel set: "auto", "hopper", "torch", "portable", "eager"; default: the ring's.
         backward: The side that a stepwise backward moves: "keys", "queries", or "auto" for the one with fewer bytes, and
             keys with dropout. A fused backward moves keys; "queries" makes the backward stepwise.
 

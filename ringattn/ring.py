@@ -80,7 +80,7 @@ class Ring:
         group: A ProcessGroup, a one-dimensional DeviceMesh (`mesh["cp"]`), or None for the default group; a ring of one
             rank when torch.distributed is not initialised and WORLD_SIZE, which torchrun sets, is at most 1. For sequences of
             its own on each rank pass a group of this rank alone: `torch.distributed.new_subgroups(group_size=1)[0]`.
-        impl: Kernel set for calls that do not name one: "auto", "hopper", "hopper_ordered", "torch", "portable" or "eager".
+        impl: Kernel set for calls that do not name one: "auto", "hopper", "torch", "portable" or "eager".
         transport: "copy_engine" (GPUs of one host that reach each other; with several nodes, within each), "process_group"
             (NCCL or gloo), or "auto": the copy engine where it can serve, decided by all ranks together at the first call
             with tensors on a GPU.

@@ -82,7 +82,7 @@ def check_kernels(name: str) -> None:
     Example:
         >>> check_kernels("hooper")
         Traceback (most recent call last):
-        ValueError: impl must be "auto" or one of hopper, hopper_ordered, torch, portable, eager, got 'hooper'; use "auto"
+        ValueError: impl must be "auto" or one of hopper, torch, portable, eager, got 'hooper'; use "auto"
     """
     from ringattn.kernels.registry import select_kernels
 

@@ -70,14 +70,3 @@ class HopperKernels(KernelSet):
     def backward_fused(self, step: BackwardStep, arrivals: Arrivals, returns: Returns, grads: Grads) -> None:
         """`KernelSet.backward_fused`."""
         launch_backward(self.bound, step, grads, arrivals, returns)
-
-
-class OrderedHopperKernels(HopperKernels):
-    """The Hopper kernels, of which the one that makes dq, dk and dv adds dq in a fixed order (Note [Order of sums] of backward.py).
-
-    It makes the gradients up to a head_dim of 128, deterministic or not; the rest is as in `HopperKernels`.
-    """
-
-    def __init__(self, call: CallShape) -> None:
-        super().__init__(call)
-        self.bound.ordered = True

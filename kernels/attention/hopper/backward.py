@@ -30,8 +30,9 @@ Note [Order of blocks]
 
 Note [Order of sums]
     With `turns` the contributions to a block of dq are added in the order of tiles, and of the blocks of a tile. A counter per
-    block and query head says whose turn it is (Note [Turns] of tile_scheduler.py). The storer waits for its turn, adds, waits
-    until the sums are in memory, and increments the counter.
+    block and query head says whose turn it is (Note [Turns] of tile_scheduler.py). The storer waits for its turn and adds; once
+    the sums are in memory it increments the counter. That takes 1.2 us, so it adds those of the next block before it looks, unless
+    it must wait for that block's turn: then it increments first, so nobody waits for a program that waits.
     No deadlock, however few programs run at a time: a program has one tile, and takes it from a counter when it starts, not by its
     program_id. So each earlier tile has been taken by a program that runs or has ended. Contributions wait for those of earlier
     tiles, or earlier ones of their own, so the first tile that is not done waits for nobody. Remote rows do not wait for this
@@ -246,19 +247,26 @@ def _storer(plan, out, dq_s, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr
         b = head // plan.heads
         h_kv = head % plan.heads
         turned = _turned(plan.near, i - at)
+        before = -1
         for number in range(_runs(masked, full, plan.group, turned)):
             number = _walked(plan, number, masked, full)
             part, g, span, x, pace, blocks = _run(plan, number, segment, masked, full, turned, BM)
             h = h_kv * plan.group + g
+            if plan.turns is not None:
+                first = gl.load(plan.turns + part)
             for _j in range(blocks):
                 tma.store_wait(1)
                 hp.arrive(DQ_FREE, 160)
                 tma.store_wait(0)
                 hp.arrive(DQ_FREE + 1, 160)
                 if plan.turns is not None:
-                    place = (b * plan.heads * plan.group + h) * gl.cdiv(out.queries, BM) + x // BM
-                    turn = gl.load(plan.turns + gl.load(plan.turns + part) + x // BM)
-                    hp.wait_turn(plan.counters + 1 + place, turn, plan.limit_us)
+                    place = 1 + (b * plan.heads * plan.group + h) * gl.cdiv(out.queries, BM) + x // BM
+                    turn = gl.load(plan.turns + first + x // BM)
+                    if before >= 0:
+                        if gl.load(plan.counters + place, volatile=True) < turn:
+                            hp.pass_turn(plan.counters + before, hp.PASS_LAST)
+                            before = -1
+                    hp.wait_turn(plan.counters + place, turn, plan.limit_us)
                 hp.sync(DQ_FULL, 160)
                 hp.reduce_add(dq_desc, [b, h, x, 0], dq_s.index(0))
                 hp.sync(DQ_FULL + 1, 160)
@@ -267,8 +275,13 @@ def _storer(plan, out, dq_s, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr
                 else:
                     hp.reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
                 if plan.turns is not None:
-                    hp.pass_turn(plan.counters + 1 + place)
+                    if before >= 0:
+                        hp.pass_turn(plan.counters + before, hp.PASS_EARLIER)
+                    before = place
                 x, h = _next(x, h, h_kv * plan.group + g, span, pace)
+        if plan.turns is not None:
+            if before >= 0:
+                hp.pass_turn(plan.counters + before, hp.PASS_LAST)
         if out.grad_buffers is not None:
             if slot < 0:
                 # no full half follows, so that the meeting itself keeps this warp from running ahead

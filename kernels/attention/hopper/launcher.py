@@ -62,13 +62,13 @@ class BoundCall:
     def __init__(self, call: CallShape) -> None:
         d, dv = call.head_dim, call.v_head_dim
         self.dims, self.group, self.deterministic = (d, dv), call.heads // call.kv_heads, call.deterministic
-        self.ordered = False
         self.programs, self.descriptors = multiprocessors(call.device), Descriptors()
         score = call.score
         self.dot_only = is_dot_only(score)
         self.extras = (score.softcap > 0) + (score.alibi_slopes is not None) + (score.key_bias is not None)
         self.forward_columns, self.forward = configs.choose_forward(d, dv, self.dot_only)
         self.pack: int | None = None
+        self.in_turns: bool | None = None
         self.is_plain = is_dot_only(score, TINIEST_SCALE)
         self.dkv = {
             want_dq: configs.choose_dkv(d, dv, self.is_plain, self.extras, want_dq=want_dq) for want_dq in (False, True)
@@ -80,10 +80,9 @@ class BoundCall:
     def needs_pair(self, wants_extra_grads: bool) -> bool:
         """Return whether two kernels make the gradients: one dk and dv, one dq, both in a fixed order."""
         wide = max(self.dims) > configs.FUSED_MAX_HEAD_DIM
-        if self.deterministic or self.ordered:
-            # dalibi is added in any order
-            return wide or wants_extra_grads or not self.ordered
-        return wide or configs.is_for_pair(*self.dims, self.extras, wants_extra_grads)
+        # dalibi is added in any order
+        unordered = self.deterministic and wants_extra_grads
+        return wide or unordered or configs.is_for_pair(*self.dims, self.extras, wants_extra_grads)
 
 
 def launch_forward(bound: BoundCall, step: Step, arrivals: Arrivals | None) -> None:
@@ -201,15 +200,52 @@ def launch_backward(
 ) -> None:
     """All gradients of a call; arrivals and returns are those of a fused one.
 
-    One kernel makes them, whose dq and dalibi are sums in an order that changes from run to run; or a pair does, one that makes
-    dk and dv and one that makes dq, in a fixed order: beyond a head_dim of 128, where `deterministic` asks for it, and where it
-    suits the score better (`is_for_pair` of configs.py).
+    One kernel makes them, whose dq and dalibi are sums in an order that changes from run to run, or under `deterministic` in a
+    fixed one (Note [Order of sums] of backward.py). Or a pair does, one that makes dk and dv and one that makes dq, in a fixed
+    order: beyond a head_dim of 128, where it suits the score better (`is_for_pair` of configs.py), and where `deterministic` would
+    let tiles wait long for their turn.
     """
     remote_bias = returns is not None and returns.bias_grad_buffers is not None
     two = bound.needs_pair(out.dalibi is not None or out.dkey_bias is not None or remote_bias)
+    if bound.deterministic and not two:
+        two = not (_waits_little(bound, x, out, arrivals) if bound.in_turns is None else bound.in_turns)
     launch_dkv(bound, x, out, arrivals, returns, want_dq=not two)
     if two:
         launch_dq(bound, x, out, arrivals)
+
+
+def _waits_little(bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals | None) -> bool:
+    """Return whether tiles that take turns are soon done: they fill the device twice, and no heads of a group meet a window.
+
+    There the masked blocks of a tile, for which its neighbour waits, come head by head.
+    """
+    plan, shape = _tiles_of_keys(bound, x, out, arrivals, want_dq=True)
+    return plan is None or (plan.programs >= 2 * shape.programs and (plan.shares_ends or bound.group == 1))
+
+
+def _tiles_of_keys(
+    bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals | None, *, want_dq: bool
+) -> tuple[WorkPlan | None, Shape]:
+    """The plan of `launch_dkv`, None where there is no work, and its parameters."""
+    config, (batch, s, h, d), (hk, dv) = bound.dkv[want_dq], x.q.shape, x.v.shape[2:]
+    ordered, size = want_dq and bound.deterministic, x.q.element_size()
+    shape = Shape(
+        batch=batch,
+        heads=hk,
+        tile=config.tile,
+        block=config.block,
+        programs=max(1, bound.programs - x.sm_margin),
+        streamed_bytes=h // hk * s * ((d + dv) * size + (0 if isinstance(config, configs.WideDkvConfig) else 4 * d)),
+        repeats=h // hk,
+        align=config.block if ordered else 4,  # bulk loads begin at multiples of 16 bytes
+        ordered=ordered,
+        every_tile=not out.accumulate_keys,
+        groups=1 if arrivals is None or arrivals.ready_flags is None else arrivals.ready_flags.groups,
+    )
+    if batch * s * sum(key_rows(x)) * h == 0:
+        return None, shape
+    plan = schedule_tiles(x.keys, x.rows, shape)
+    return (plan if plan.programs else None), shape
 
 
 def launch_dkv(
@@ -230,7 +266,7 @@ def launch_dkv(
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
     flags, error, heads_per_group, steps, timeout_us = _waits_of(arrivals, hk)
-    ordered = want_dq and bound.ordered
+    ordered = want_dq and bound.deterministic
     config = bound.dkv[want_dq]
     is_wide = isinstance(config, configs.WideDkvConfig)
     assert not (is_wide and want_dq), "the kernel for wide heads makes no dq"
@@ -241,24 +277,8 @@ def launch_dkv(
         columns = configs.columns_of(d, configs.WIDE_COLUMNS), configs.columns_of(dv, configs.WIDE_COLUMNS)
     panels = configs.PANELS[columns[0]], configs.PANELS[columns[1]]
     lengths = key_rows(x)
-    plan = shape = None
-    if batch * s * sum(lengths) * h > 0:
-        size = q.element_size()
-        shape = Shape(
-            batch=batch,
-            heads=hk,
-            tile=tile,
-            block=block,
-            programs=max(1, bound.programs - x.sm_margin),
-            streamed_bytes=h // hk * s * ((d + dv) * size + (0 if is_wide else 4 * d)),
-            repeats=h // hk,
-            align=block if ordered else 4,  # bulk loads begin at multiples of 16 bytes
-            ordered=ordered,
-            every_tile=not out.accumulate_keys,
-            groups=1 if flags is None else flags.shape[0],
-        )
-        plan = schedule_tiles(x.keys, x.rows, shape)
-    if plan is None or shape is None or plan.programs == 0:
+    plan, shape = _tiles_of_keys(bound, x, out, arrivals, want_dq=want_dq)
+    if plan is None:
         if want_dq and not out.accumulate_rows:
             _zero(out.dq, out.dalibi)
         if not out.accumulate_keys:

@@ -167,13 +167,24 @@ def wait_turn(counter, turn, limit_us):
     gl.inline_asm_elementwise(asm, "=r,l,r,l", [counter, turn, limit], dtype=gl.int32, is_pure=False, pack=1)
 
 
+def _passing(left: int) -> gl.constexpr:
+    return gl.constexpr(
+        f"{{ .reg .pred p; .reg .u32 lane; cp.async.bulk.wait_group {left}; fence.proxy.async.global; bar.warp.sync -1; "
+        "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }"
+    )
+
+
+PASS_LAST = _passing(0)
+PASS_EARLIER = _passing(2)
+
+
 @gluon.jit
-def pass_turn(counter):
-    """Adds 1 to *counter once the sums of this warp's bulk copies are in memory; `tma.store_wait` is over earlier."""
-    asm: gl.constexpr = """{ .reg .pred p; .reg .u32 lane; cp.async.bulk.wait_group 0; fence.proxy.async.global;
-        bar.warp.sync -1; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p red.release.gpu.global.add.s32 [$1], 1;
-        mov.u32 $0, 0; }"""
-    gl.inline_asm_elementwise(asm, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
+def pass_turn(counter, how: gl.constexpr):
+    """Adds 1 to *counter once sums of this warp's bulk copies are in memory, all (PASS_LAST) or but the last two (PASS_EARLIER).
+
+    `tma.store_wait` is over earlier.
+    """
+    gl.inline_asm_elementwise(how, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @builtin

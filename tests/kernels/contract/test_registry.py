@@ -104,13 +104,6 @@ def test_a_hopper_gpu_is_served_by_hopper(hopper: type[KernelSet], dtype: torch.
     assert str(choice) == "hopper: compute capability 9.0 and triton 3.6.0"
 
 
-def test_ordered_kernels_are_taken_by_name_alone(monkeypatch: pytest.MonkeyPatch):
-    _gpu(monkeypatch, (9, 0))
-    ordered = _stand_in(monkeypatch, "hopper", "OrderedHopperKernels")
-    assert select_kernels(GPU, torch.bfloat16, 64, 64, impl="hopper_ordered").kernels is ordered
-    assert "hopper_ordered" not in dict(select_kernels(CPU, torch.float32, 64, 64).rejected)
-
-
 @pytest.mark.parametrize(
     ("dtype", "dims", "features", "why"),
     [
@@ -256,9 +249,7 @@ def test_a_dtype_that_nobody_serves_is_refused():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(
-        ValueError, match="impl must be \"auto\" or one of hopper, hopper_ordered, torch, portable, eager, got 'flash'"
-    ):
+    with pytest.raises(ValueError, match="impl must be \"auto\" or one of hopper, torch, portable, eager, got 'flash'"):
         select_kernels(CPU, torch.float32, 64, 64, impl="flash")
     with pytest.raises(ValueError, match=r"features must be among .*, got rope"):
         select_kernels(CPU, torch.float32, 64, 64, features={"rope", "sinks"})

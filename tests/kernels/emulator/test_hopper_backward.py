@@ -46,7 +46,7 @@ class Ordered(OneKernel):
 
     def __init__(self, call: CallShape) -> None:
         super().__init__(call)
-        self.bound.ordered = True
+        self.bound.deterministic = True
 
 
 def launch_backward(step: BackwardStep, grads: Grads, *, kernels: type[OneKernel] = OneKernel, **options: Any) -> None:

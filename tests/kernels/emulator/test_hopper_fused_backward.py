@@ -13,7 +13,7 @@ if os.environ.get("GLUON_EMULATOR") != "1":
     pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
 
 from ringattn.kernels.attention.hopper import launcher, tile_scheduler
-from ringattn.kernels.attention.hopper.api import HopperKernels, OrderedHopperKernels
+from ringattn.kernels.attention.hopper.api import HopperKernels
 from ringattn.kernels.attention.hopper.configs import DkvConfig, DqConfig, WideDkvConfig
 from ringattn.kernels.attention.hopper.launcher import launch_dkv, launch_dq
 from ringattn.kernels.attention.hopper.tile_scheduler import Shape, schedule_tiles
@@ -24,6 +24,7 @@ from tests.kernels.emulator import gluon as machine
 from tests.kernels.emulator.progress import split_always
 from tests.support.budget import assert_within_budget
 from tests.support.fused_cases import RingStep, Scene, contributions, make_visit, make_whole, shards_of
+from tests.support.in_turns import InTurns
 from tests.support.large_strides import heads_apart, leave_memory_alone
 from tests.support.term_masks import blocks_and_window, causal_blocks, sinks_and_window, tree
 
@@ -161,7 +162,7 @@ def test_gradients_in_fixed_order_stay_within_budget(name: str):
     assert_gradients_within_budget(named(name), deterministic=True)
 
 
-IN_TURNS: dict[str, Any] = {"kernel_set": OrderedHopperKernels, "deterministic": True}
+IN_TURNS: dict[str, Any] = {"kernel_set": InTurns, "deterministic": True}
 
 
 @pytest.mark.emulated
