@@ -1397,7 +1397,8 @@ def _wait_turn(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
 
 @assembly(
     r"\{ \.reg \.pred p; \.reg \.u32 lane; cp\.async\.bulk\.wait_group (?P<after>\d+); fence\.proxy\.async\.global; "
-    r"bar\.warp\.sync -1; mov\.u32 lane, %laneid; setp\.eq\.u32 p, lane, 0; @p red\.release\.gpu\.global\.add\.s32 \[\$1\], 1; mov\.u32 \$0, 0; \}"
+    r"bar\.warp\.sync -1; mov\.u32 lane, %laneid; setp\.eq\.u32 p, lane, 0; "
+    r"@p red\.release\.gpu\.global\.add\.s32 \[\$1\], 1; mov\.u32 \$0, 0; \}"
 )
 def _pass_turn(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
     _store_wait(int(match["after"]))
