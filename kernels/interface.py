@@ -155,11 +155,14 @@ class SoftmaxState:
         m: `b h s`, log2 units.
         l: `b h s`.
         acc: `b s h dv`.
+        held: A list where a kernel set may keep partials between the steps of a call that ends with a last step, instead of
+            merging each at once; m, l and acc then are without them. None: every step writes the carry.
     """
 
     m: Tensor
     l: Tensor  # noqa: E741
     acc: Tensor
+    held: list[Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class _RankSteps:
         self.o, self.dq = torch.empty_like(self.do), torch.empty_like(self.q, dtype=of_grads)
         self.sums = [tuple(torch.empty_like(x, dtype=of_grads) for x in pair) for pair in self.held]
         self.lse, self.delta, m, l = torch.empty(4, b, h, s, dtype=wide, device=q.device)  # noqa: E741
-        self.carry = None if self.single else SoftmaxState(m, l, torch.empty_like(self.o, dtype=wide))
+        self.carry = None if self.single else SoftmaxState(m, l, torch.empty_like(self.o, dtype=wide), [])
 
     def forward(self) -> None:
         last = len(self.sides) - 1

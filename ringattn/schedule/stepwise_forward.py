@@ -41,6 +41,7 @@ def stepwise_forward(
             m=take("carry m", lse.shape, lse.dtype, lse.device),
             l=take("carry l", lse.shape, lse.dtype, lse.device),
             acc=take("carry acc", o.shape, lse.dtype, o.device),
+            held=[],
         )
     if plan.first_step < 0 and s:
         # this rank sees no key at all: one step over an empty buffer writes the empty rows

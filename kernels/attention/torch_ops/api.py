@@ -36,6 +36,8 @@ MOST_LAUNCHES = 64
 """Launches of one ring step, for each batch element; a step that needs more is served by other kernels."""
 MOST_LINES = 4096
 """Lines of rows that are looked at before a step is refused."""
+MOST_HELD = 2**28
+"""Bytes of partials, beyond one, that wait to be merged together: more rows gain less by it."""
 ALIGNMENT = 16
 """Bytes: the flash kernels copy rows in units of this."""
 
@@ -128,6 +130,22 @@ class TorchKernels(KernelSet):
             if first and score.sinks is not None:
                 begun = partials.of_sinks(score.sinks, o, lse)
             done = (o, lse) if last or carry is None else carry
+            if carry is not None and carry.held is not None:
+                begun, *parts = ([] if first else carry.held) or [begun]
+                carry.held.clear()
+                launches, batch = found.launches, (0, q.shape[0])
+                if len(launches) == 1 and launches[0].batch == batch:
+                    found_o, found_lse = _forward(backend, q, k, v, scale, launches[0])
+                    parts.append(((found_o.contiguous(), found_lse.contiguous()), launches[0].rows))
+                    bytes_held = sum(partial[0].nbytes for partial, _ in parts)
+                    if last or len(parts) == partials.PARTS or bytes_held > MOST_HELD:
+                        partials.merge_parts(begun, parts, done)
+                    else:
+                        carry.held.extend((begun, *parts))
+                    return
+                if parts:
+                    partials.merge_parts(begun, parts, carry)
+                    begun = carry
             if found.row_gaps is not None:
                 for launch in found.launches:
                     _merge(begun, _forward(backend, q, k, v, scale, launch), done, (launch.batch, launch.rows))

@@ -10,6 +10,7 @@ where m and lse are in log2 units, as in kernels. An empty carry (-inf, 0, anyth
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from ringattn.kernels.runtime.optional_triton import import_optional
 
 Merged = SoftmaxState | tuple[Tensor, Tensor]
 """A carry, or o and lse of finished rows."""
+PARTS = 4
+"""Partials that one launch merges."""
+Part = tuple[tuple[Tensor, Tensor], tuple[int, int]]
+"""A partial, contiguous, and its rows: [first, end)."""
 
 
 def of_sinks(sinks: Tensor, o: Tensor, lse: Tensor) -> SoftmaxState:
@@ -65,6 +70,26 @@ def merge(carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out
     o, lse = out
     lse.copy_(merged.m.masked_fill(merged.m == -math.inf, 0.0) / LOG2E + merged.l.log())
     o.copy_(merged.acc / _per_row(merged.l.masked_fill(merged.l == 0, 1.0)))
+
+
+def merge_parts(carry: SoftmaxState | None, parts: Sequence[Part], out: Merged) -> None:
+    """Merge at most PARTS partials into a carry at once, as `merge` of each; an `out` that is the carry keeps its other rows."""
+    if carry is not None and carry is out:
+        low, high = min(first for _, (first, _) in parts), max(end for _, (_, end) in parts)
+        carry = out = SoftmaxState(carry.m[:, :, low:high], carry.l[:, :, low:high], carry.acc[:, low:high])
+        parts = [(partial, (first - low, end - low)) for partial, (first, end) in parts]
+    acc, wide = (out.acc, out.m) if isinstance(out, SoftmaxState) else out
+    is_fast = wide.is_cuda and wide.dtype == torch.float32
+    fast = import_optional("ringattn.kernels.attention.torch_ops.rows_triton") if is_fast else None
+    if fast is not None:
+        fast.merge_parts(carry, parts, out)
+        return
+    state = SoftmaxState(torch.empty_like(wide), torch.empty_like(wide), torch.empty_like(acc, dtype=wide.dtype))
+    merge(carry, None, state)
+    for partial, (first, end) in parts:
+        rows = SoftmaxState(state.m[:, :, first:end], state.l[:, :, first:end], state.acc[:, first:end])
+        merge(rows, partial, rows)
+    merge(state, None, out)
 
 
 def _copy(partial: tuple[Tensor, Tensor] | None, out: Merged) -> None:

@@ -9,6 +9,7 @@ torch's own `+=` and `copy_` fall short of the speed of memory where they conver
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.attention.arguments import padded, pair, strides
-from ringattn.kernels.attention.torch_ops.carry import Merged
+from ringattn.kernels.attention.torch_ops.carry import PARTS, Merged, Part
 from ringattn.kernels.attention.torch_ops.delta_output import limits
 from ringattn.kernels.interface import SoftmaxState
 from ringattn.kernels.partials.merge_triton import normalise
@@ -90,6 +91,84 @@ def merge(carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out
             {"ROWS": held, "DV": width},
             num_warps=4,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first0", "end0", "first1", "end1", "first2", "end2", "first3", "end3"])
+def _merge_parts_kernel(
+    os, lses, m_ptr, l_ptr, acc_ptr, top_ptr, total_ptr, out_ptr, first0, end0, first1, end1, first2, end2, first3, end3,
+    m_sb, m_sh, acc_sb, acc_ss, acc_sh, top_sb, top_sh, out_sb, out_ss, out_sh, h, rows, dv,
+    ROWS: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Merge ROWS rows of (s, h) of a carry, or of nothing, with those of partials `b s h dv` that lie in [first, end).
+
+    None: as in `_merge_kernel`.
+    """
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ok = r < rows
+    b, x, head = tl.program_id(1).to(tl.int64), (r // h).to(tl.int64), r % h
+    c = tl.max_contiguous(tl.arange(0, DV), 128 // out_ptr.dtype.element_ty.primitive_bitwidth)
+    inside = ok[:, None] & (c < dv)[None, :]
+    if m_ptr is not None:
+        at = b * m_sb + head * m_sh + x
+        top, total = tl.load(m_ptr + at, mask=ok, other=0.0), tl.load(l_ptr + at, mask=ok, other=0.0)
+        acc_at = (b * acc_sb + x * acc_ss + head * acc_sh)[:, None] + c[None, :]
+        acc = tl.load(acc_ptr + acc_at, mask=inside, other=0.0)
+    else:
+        top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, DV), tl.float32)
+    firsts, ends = (first0, first1, first2, first3), (end0, end1, end2, end3)
+    for i in tl.static_range(len(os)):
+        num, row = ends[i] - firsts[i], x - firsts[i]
+        seen = ok & (row >= 0) & (row < num)
+        added = tl.load(lses[i] + (b * h + head) * num + row, mask=seen, other=float("-inf")) * 1.4426950408889634
+        o_at = (((b * num + row) * h + head) * dv)[:, None] + c[None, :]
+        o = tl.load(os[i] + o_at, mask=inside & seen[:, None], other=0.0).to(tl.float32)
+        highest = tl.maximum(top, added)
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        kept, weight = tl.exp2(top - shift), tl.exp2(added - shift)
+        top, total, acc = highest, total * kept + weight, acc * kept[:, None] + o * weight[:, None]
+    if total_ptr is None:
+        acc, top = normalise(tl.where(total == 0, 0.0, top), total, acc, True)
+    else:
+        tl.store(total_ptr + b * top_sb + head * top_sh + x, total, mask=ok)
+    tl.store(top_ptr + b * top_sb + head * top_sh + x, top, mask=ok)
+    out = out_ptr + (b * out_sb + x * out_ss + head * out_sh)[:, None] + c[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def merge_parts(carry: SoftmaxState | None, parts: Sequence[Part], out: Merged) -> None:
+    """`carry.merge_parts` for fp32 carries, whose last dims are contiguous; at least one partial."""
+    acc, top, total = (out.acc, out.m, out.l) if isinstance(out, SoftmaxState) else (*out, None)
+    m, l, before = (None, None, None) if carry is None else (carry.m, carry.l, carry.acc)  # noqa: E741
+    b, s, h, dv = acc.shape
+    width = padded(dv)
+    held = max(1, NUMBERS // width)
+    spans = [x for _, span in parts for x in span] + [0] * (2 * (PARTS - len(parts)))
+    os, lses = zip(*(partial for partial, _ in parts), strict=True)
+    bound_launch.launch(
+        _merge_parts_kernel,
+        (-(-s * h // held), b),
+        (
+            os,
+            lses,
+            m,
+            l,
+            before,
+            top,
+            total,
+            acc,
+            *spans,
+            *pair(m),
+            *strides(before),
+            *pair(top),
+            *strides(acc),
+            h,
+            s * h,
+            dv,
+        ),
+        {"ROWS": held, "DV": width},
+        num_warps=4,
+    )
 
 
 @triton.jit

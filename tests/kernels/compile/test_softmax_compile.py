@@ -12,6 +12,7 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
 
+from ringattn.kernels.attention.torch_ops import carry as carry_parts  # noqa: E402
 from ringattn.kernels.attention.torch_ops import rows_triton  # noqa: E402
 from ringattn.kernels.partials import merge_triton  # noqa: E402
 from ringattn.kernels.softmax import softmax_triton  # noqa: E402
@@ -80,7 +81,7 @@ def test_the_merge_compiles_without_spills(capability) -> None:
     assert sass.assemble(build(fn, types, options, capability, num_warps=tile.warps).asm["ptx"]).spills == 0
 
 
-def kernels_between_calls() -> Iterator[tuple[Any, dict[str, str], dict[str, object]]]:
+def kernels_between_calls() -> Iterator[tuple[Any, dict[str, Any], dict[str, object]]]:
     """(kernel, types, constexprs) of every launch around torch's operators."""
     carry, output = rows_triton._merge_kernel, rows_triton._output_for_kernel
     sums = rows_triton._add_rows_kernel
@@ -91,13 +92,18 @@ def kernels_between_calls() -> Iterator[tuple[Any, dict[str, str], dict[str, obj
         (carry, {"ROWS": rows_triton.NUMBERS // 128, "DV": 128, **dict.fromkeys(absent)})
         for absent in ((), ("total_ptr",), ("m_ptr", "l_ptr", "acc_ptr"), ("o_ptr", "lse_ptr", "total_ptr"))
     ]
+    launches += [
+        (rows_triton._merge_parts_kernel, {"ROWS": rows_triton.NUMBERS // 128, "DV": 128, **dict.fromkeys(absent)})
+        for absent in ((), ("m_ptr", "l_ptr", "acc_ptr", "total_ptr"))
+    ]
     launches.append((output, {"ROWS": rows_triton.NUMBERS // 128, "D": 128}))
     launches += [
         (sums, {"ROWS": rows_triton.NUMBERS // 128, "D": 128, "ADD": add, "EVEN": even})
         for add, even in itertools.product((False, True), repeat=2)
     ]
+    parts = {"os": ("*bf16",) * carry_parts.PARTS, "lses": ("*fp32",) * carry_parts.PARTS}
     for fn, options in launches:
-        yield fn, narrow | floats, options
+        yield fn, narrow | floats | parts, options
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -173,16 +173,39 @@ def test_rows_that_a_step_does_not_compute_are_left_alone_until_the_last(monkeyp
 
     def merge(carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out: Any) -> None:
         if partial is None and carry is not None:
-            (untouched if isinstance(out, SoftmaxState) else finished).append(carry)
+            if not isinstance(out, SoftmaxState):
+                finished.append(carry)
+            elif out.acc.data_ptr() == carry.acc.data_ptr():
+                untouched.append(carry)
         partials_merge(carry, partial, out)
 
     partials_merge = api.partials.merge
     monkeypatch.setattr(api.partials, "merge", merge)
     q, k, v = (torch.randn(1, 32, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    found = simulate_ring(q, k, v, world_size=4, layout="zigzag", impl="torch", causal=True)
-    torch.testing.assert_close(found.o, attention_reference(q, k, v, causal=True))
+    mask: dict[str, Any] = {"documents": (0, 14, 32), "causal": True}
+    found = simulate_ring(q, k, v, world_size=4, layout="zigzag", impl="torch", **mask)
+    torch.testing.assert_close(found.o, attention_reference(q, k, v, **mask))
     assert not untouched
     assert finished, "keys of the last step that only later rows see"
+
+
+@pytest.mark.parametrize(("world_size", "most", "groups"), [(4, 2**28, [4]), (6, 2**28, [4, 2]), (3, 0, [1, 1, 1])])
+def test_partials_of_ring_steps_wait_to_be_merged_together(
+    world_size: int, most: int, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged = list[tuple[bool, int]]()
+
+    def merge_parts(carry: SoftmaxState | None, parts: Any, out: Any) -> None:
+        merged.append((carry is not None, len(parts)))
+        at_once(carry, parts, out)
+
+    at_once = api.partials.merge_parts
+    monkeypatch.setattr(api.partials, "merge_parts", merge_parts)
+    monkeypatch.setattr(api, "MOST_HELD", most)
+    q, k, v = (torch.randn(2, 48, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    found = simulate_ring(q, k, v, world_size=world_size, layout="zigzag", impl="torch", causal=True)
+    torch.testing.assert_close(found.o, attention_reference(q, k, v, causal=True))
+    assert sorted(merged) == sorted([(i > 0, n) for i, n in enumerate(groups)] * world_size)
 
 
 @pytest.mark.parametrize("backward", ["keys", "queries"])

@@ -39,3 +39,29 @@ def test_the_kernel_equals_the_eager_merge(dv: int, dtype: torch.dtype) -> None:
     for x, y in zip(*outputs, strict=True):
         eps = torch.finfo(x.dtype).eps
         torch.testing.assert_close(x, y, rtol=4 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_partials_of_some_rows_are_merged_at_once_as_one_after_the_other(begun: bool) -> None:
+    from ringattn.kernels.attention.torch_ops import rows_triton
+
+    scores, values = scores_of(2, 13, 3, 8, 40)
+    cuts, spans = (slice(0, 2), slice(2, 4), slice(4, 7)), [(0, 13), (5, 13), (3, 9)]
+    parts = []
+    for some, (first, end) in zip(cuts, spans, strict=True):
+        o, lse = partial_of(scores[:, :, first:end, some], values[:, some])
+        parts.append(((o.half().contiguous(), lse.float().contiguous()), (first, end)))
+    outputs = []
+    for merge in (rows_triton.merge_parts, eager.merge_parts):
+        carry = empty_state(2, 13, 3, 40, torch.float32)
+        before = partial_of(scores[..., 7:], values[:, 7:])
+        eager.merge(None, (before[0].half(), before[1].float()), carry)
+        given = carry if begun else None
+        end = torch.full((2, 13, 3, 40), math.nan).half(), torch.full((2, 3, 13), math.nan)
+        merge(given, parts, end)
+        merge(given, parts[:2], carry)
+        merge(given, parts[1:2], carry)
+        outputs.append((*end, carry.m, carry.l, carry.acc))
+    for x, y in zip(*outputs, strict=True):
+        eps = torch.finfo(x.dtype).eps
+        torch.testing.assert_close(x, y, rtol=8 * eps, atol=8 * eps)
