@@ -332,7 +332,7 @@ class KernelCalls:
         b, s, h, _ = self._q.shape
         dv = self.case.v_head_dim
         o, lse = self._empty(b, s, h, dv, dtype=self._q.dtype), self._empty(b, h, s)
-        state = SoftmaxState(self._empty(b, h, s), self._empty(b, h, s), self._empty(b, s, h, dv))
+        state = SoftmaxState(self._empty(b, h, s), self._empty(b, h, s), self._empty(b, s, h, dv), [])
         last = len(self._keys) - 1
         for step, side, k, v, score in self._steps():
             ends = state if last else None, step == 0, step == last

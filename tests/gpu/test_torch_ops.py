@@ -73,8 +73,8 @@ def test_an_activated_kernel_serves_within_budget_or_is_left_out_in_words(name: 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
-@pytest.mark.parametrize("mask", [STREAMING, TREE], ids=["streaming", "tree"])
-def test_masks_of_several_intervals_are_attention_within_budget(mask: masks.Mask, layout: str, backend: str) -> None:
+@pytest.mark.parametrize("mask", [masks.causal(), STREAMING, TREE], ids=["causal", "streaming", "tree"])
+def test_a_simulated_ring_is_attention_within_budget(mask: masks.Mask, layout: str, backend: str) -> None:
     n, generator = 192, torch.Generator().manual_seed(0)
     q, do = (torch.randn(2, n, 4, 64, generator=generator).to("cuda", torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(2, n, 2, 64, generator=generator).to("cuda", torch.bfloat16) for _ in range(2))
