@@ -121,6 +121,7 @@ class _RankSteps:
         of_grads = q.dtype if self.single else wide
         self.o, self.dq = torch.empty_like(self.do), torch.empty_like(self.q, dtype=of_grads)
         self.sums = [tuple(torch.empty_like(x, dtype=of_grads) for x in pair) for pair in self.held]
+        self.waiting = list[Tensor]()
         self.lse, self.delta, m, l = torch.empty(4, b, h, s, dtype=wide, device=q.device)  # noqa: E741
         self.carry = None if self.single else SoftmaxState(m, l, torch.empty_like(self.o, dtype=wide), [])
 
@@ -133,7 +134,8 @@ class _RankSteps:
     def backward(self) -> None:
         delta = self.delta if self.single else self.kernels.delta(self.o, self.do, None)
         for step, ((rows, keys), (k, v), sums) in enumerate(zip(self.sides, self.held, self.sums, strict=True)):
-            grads = Grads(self.dq, *sums, accumulate_rows=step > 0)
+            last = step == len(self.sides) - 1
+            grads = Grads(self.dq, *sums, accumulate_rows=step > 0, held=self.waiting, last=last)
             given = self.do, self.q, k, v, self.lse, delta, rows, keys, self.score, self.o
             self.kernels.backward(BackwardStep(*given, delta_made=not self.single), grads)
 
@@ -215,6 +217,7 @@ def _sdpa(inputs: Inputs, backend: Any) -> Contender:
 
 def prepare_flex(inputs: Inputs, backend: str | None = None) -> Contender:
     """Prepare FlexAttention, compiled, with a block mask, b h s d: on Triton kernels, or on FlashAttention-4's ("FLASH")."""
+    from torch._functorch import config as functorch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     problem = inputs.problem
@@ -235,6 +238,8 @@ def prepare_flex(inputs: Inputs, backend: str | None = None) -> Contender:
             BLOCK_SIZE=(128, keys),
             _compile=large,
         )
+    # a backward that is timed again and again must keep what its forward saved
+    functorch.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def forward() -> Tensor:
