@@ -183,6 +183,9 @@ class Grads:
         dbias: `b h s n`, dense. Each step writes only its own visible pairs; the caller zeroes it once.
         accumulate_rows: Add to dq and dalibi instead of overwriting.
         accumulate_keys: Add to dk, dv and dkey_bias instead of overwriting.
+        held: A list, one for all steps of a call, where a kernel set may keep what steps add to dq until one is `last`; None: every
+            step writes dq.
+        last: No further step of the call adds to dq.
     """
 
     dq: Tensor
@@ -193,6 +196,8 @@ class Grads:
     dbias: Tensor | None = None
     accumulate_rows: bool = False
     accumulate_keys: bool = False
+    held: list[Any] | None = None
+    last: bool = True
 
 
 PAD_ROWS = 128

@@ -8,6 +8,7 @@ posts of the next step. The owner adds contributions in step order, in fp32.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,9 @@ def stepwise_backward(call: BackwardCall) -> Gradients:
         for x in (*moving_grads, *stay):
             x.zero_()
 
+    last_step = max((i for i, one in enumerate(mine.ring_steps) if one is not None), default=0)
+    waiting = list[object]()
+
     def compute(step: int, held: list[Tensor], contribution: list[Tensor]) -> None:
         moved = plan.backward_tables.moving[step]
         assert moved is not None, "a ring step without visible pairs is never computed"
@@ -63,12 +67,15 @@ def stepwise_backward(call: BackwardCall) -> Gradients:
                 made = [take(name, x.shape, x.dtype, x.device) for name, x in (("dk", k_here), ("dv", v_here))]
                 keys_out = [*made, *(x[:, part] for x in contribution[1:])]
             given = BackwardStep(do, q, k_here, v_here, lse, delta, stationary, keys, here, o, dlse, delta_made=True)
-            kernels.backward(given, outputs(stay, keys_out, accumulate_rows=begun))
+            held_dq = waiting if latents is None else None
+            kernels.backward(
+                given, outputs(stay, keys_out, accumulate_rows=begun, held=held_dq, last=step == last_step)
+            )
             begun = True
             if latent_grads is not None:
                 latent_grads.project(keys_out[0], keys_out[1], rows_here, contribution[0][:, part])
 
-    def outputs(rows_out: list[Tensor], keys_out: list[Tensor], **accumulate: bool) -> Grads:
+    def outputs(rows_out: list[Tensor], keys_out: list[Tensor], **more: Any) -> Grads:
         return Grads(
             dq=rows_out[0],
             dk=keys_out[0],
@@ -76,7 +83,7 @@ def stepwise_backward(call: BackwardCall) -> Gradients:
             dkey_bias=keys_out[2] if wanted.key_bias else None,
             dalibi=rows_out[1] if wanted.alibi_slopes else None,
             dbias=dbias,
-            **accumulate,
+            **more,
         )
 
     returned = list(zip(moving_grads, row_dims, strict=False))

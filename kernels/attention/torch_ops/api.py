@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ MOST_LAUNCHES = 64
 MOST_LINES = 4096
 """Lines of rows that are looked at before a step is refused."""
 MOST_HELD = 2**28
-"""Bytes of partials, beyond one, that wait to be merged together: more rows gain less by it."""
+"""Bytes of partials, or of gradients, that wait to be added together, but for one: more rows gain less by it."""
 ALIGNMENT = 16
 """Bytes: the flash kernels copy rows in units of this."""
 
@@ -58,6 +59,10 @@ class _Calls:
     launches: tuple[OperatorLaunch, ...]
     row_gaps: tuple[Part, ...] | None
     key_gaps: tuple[Part, ...] | None
+
+    def is_single(self, batch: int) -> bool:
+        """Return whether there is one launch, for all batch elements."""
+        return len(self.launches) == 1 and self.launches[0].batch == (0, batch)
 
     @classmethod
     def of(cls, launches: Sequence[OperatorLaunch], batch: int, rows: int, keys: int) -> _Calls:
@@ -133,12 +138,11 @@ class TorchKernels(KernelSet):
             if carry is not None and carry.held is not None:
                 begun, *parts = ([] if first else carry.held) or [begun]
                 carry.held.clear()
-                launches, batch = found.launches, (0, q.shape[0])
-                if len(launches) == 1 and launches[0].batch == batch:
-                    found_o, found_lse = _forward(backend, q, k, v, scale, launches[0])
-                    parts.append(((found_o.contiguous(), found_lse.contiguous()), launches[0].rows))
-                    bytes_held = sum(partial[0].nbytes for partial, _ in parts)
-                    if last or len(parts) == partials.PARTS or bytes_held > MOST_HELD:
+                if found.is_single(q.shape[0]):
+                    (launch,) = found.launches
+                    found_o, found_lse = _forward(backend, q, k, v, scale, launch)
+                    parts.append(((found_o.contiguous(), found_lse.contiguous()), launch.rows))
+                    if last or _are_enough([partial[0] for partial, _ in parts]):
                         partials.merge_parts(begun, parts, done)
                     else:
                         carry.held.extend((begun, *parts))
@@ -183,7 +187,7 @@ class TorchKernels(KernelSet):
                 start, end = min(launch.rows[0] for launch in launches), max(launch.rows[1] for launch in launches)
                 o, do = output_for(do[:, start:end], delta[:, :, start:end])
                 rest = rest_for(o, do, delta[:, :, start:end])
-            dq = _Sum(grads.dq, grads.accumulate_rows, found.row_gaps)
+            dq = _sum_of_rows(grads, found, q.shape[0])
             dk, dv = (_Sum(x, grads.accumulate_keys, found.key_gaps) for x in (grads.dk, grads.dv))
             for launch in launches:
                 (b0, b1), (x0, x1), (y0, y1) = launch.batch, launch.rows, launch.keys
@@ -218,18 +222,50 @@ class _Sum:
                 x.zero_()
 
     def add(self, part: Part, found: Tensor) -> None:
-        target = _rows(self._sum, part)
-        fast = import_optional("ringattn.kernels.attention.torch_ops.rows_triton") if found.is_cuda else None
-        if fast is not None:
-            fast.add_rows(found, target, accumulate=self._adds)
-        elif self._adds:
-            target += found
-        else:
-            target.copy_(found)
+        whole = (found.contiguous(), (0, found.shape[1]))
+        partials.add_rows([whole], _rows(self._sum, part), accumulate=self._adds)
 
     def store(self) -> None:
         if self._sum is not self._target:
             self._target.copy_(self._sum)
+
+
+class _HeldSum:
+    """What single calls give to all rows of dq, summed every few ring steps."""
+
+    def __init__(self, grads: Grads, held: list[Any]) -> None:
+        self._grads, self._held = grads, held
+        self.adds, *self._parts = held or [grads.accumulate_rows]
+        held.clear()
+
+    def add(self, part: Part, found: Tensor) -> None:
+        self._parts.append((found.contiguous(), part[1]))
+
+    def store(self) -> None:
+        if self._grads.last or _are_enough([x for x, _ in self._parts]):
+            self.finish()
+        else:
+            self._held.extend((self.adds, *self._parts))
+
+    def finish(self) -> None:
+        if self._parts:
+            partials.add_rows(self._parts, self._grads.dq, accumulate=self.adds)
+            self.adds = True
+
+
+def _sum_of_rows(grads: Grads, found: _Calls, batch: int) -> _Sum | _HeldSum:
+    if grads.held is None:
+        return _Sum(grads.dq, grads.accumulate_rows, found.row_gaps)
+    held = _HeldSum(grads, grads.held)
+    if found.is_single(batch):
+        return held
+    held.finish()
+    return _Sum(grads.dq, held.adds, found.row_gaps)
+
+
+def _are_enough(waiting: Sequence[Tensor]) -> bool:
+    """Return whether what waits to be added together should wait no longer."""
+    return len(waiting) == partials.PARTS or sum(x.nbytes for x in waiting) > MOST_HELD
 
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor, Tensor, float, int]:

@@ -23,8 +23,10 @@ Merged = SoftmaxState | tuple[Tensor, Tensor]
 """A carry, or o and lse of finished rows."""
 PARTS = 4
 """Partials that one launch merges."""
-Part = tuple[tuple[Tensor, Tensor], tuple[int, int]]
-"""A partial, contiguous, and its rows: [first, end)."""
+Span = tuple[int, int]
+"""Rows: [first, end)."""
+Part = tuple[tuple[Tensor, Tensor], Span]
+"""A partial, contiguous, and its rows."""
 
 
 def of_sinks(sinks: Tensor, o: Tensor, lse: Tensor) -> SoftmaxState:
@@ -90,6 +92,19 @@ def merge_parts(carry: SoftmaxState | None, parts: Sequence[Part], out: Merged) 
         rows = SoftmaxState(state.m[:, :, first:end], state.l[:, :, first:end], state.acc[:, first:end])
         merge(rows, partial, rows)
     merge(state, None, out)
+
+
+def add_rows(parts: Sequence[tuple[Tensor, Span]], target: Tensor, *, accumulate: bool) -> None:
+    """Add at most PARTS gradients of some rows, contiguous, to those of all rows `b s h d`, or write their sums."""
+    is_fast = target.is_cuda and target.dtype != torch.float64
+    fast = import_optional("ringattn.kernels.attention.torch_ops.rows_triton") if is_fast else None
+    if fast is not None:
+        fast.add_rows(parts, target, accumulate=accumulate)
+        return
+    if not accumulate:
+        target.zero_()
+    for found, (first, end) in parts:
+        target[:, first:end] += found
 
 
 def _copy(partial: tuple[Tensor, Tensor] | None, out: Merged) -> None:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.attention.arguments import padded, pair, strides
-from ringattn.kernels.attention.torch_ops.carry import PARTS, Merged, Part
+from ringattn.kernels.attention.torch_ops.carry import PARTS, Merged, Part, Span
 from ringattn.kernels.attention.torch_ops.delta_output import limits
 from ringattn.kernels.interface import SoftmaxState
 from ringattn.kernels.partials.merge_triton import normalise
@@ -143,7 +143,6 @@ def merge_parts(carry: SoftmaxState | None, parts: Sequence[Part], out: Merged) 
     b, s, h, dv = acc.shape
     width = padded(dv)
     held = max(1, NUMBERS // width)
-    spans = [x for _, span in parts for x in span] + [0] * (2 * (PARTS - len(parts)))
     os, lses = zip(*(partial for partial, _ in parts), strict=True)
     bound_launch.launch(
         _merge_parts_kernel,
@@ -157,7 +156,7 @@ def merge_parts(carry: SoftmaxState | None, parts: Sequence[Part], out: Merged) 
             top,
             total,
             acc,
-            *spans,
+            *_spans(parts),
             *pair(m),
             *strides(before),
             *pair(top),
@@ -223,14 +222,14 @@ def output_for(do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     return o, do if used is None else used
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first0", "end0", "first1", "end1", "first2", "end2", "first3", "end3"])
 def _add_rows_kernel(
-    found_ptr, target_ptr, found_sb, found_ss, found_sh, target_sb, target_ss, target_sh, h, rows, d,
+    found, target_ptr, first0, end0, first1, end1, first2, end2, first3, end3, target_sb, target_ss, target_sh, h, rows, d,
     ROWS: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Add ROWS rows of (s, h), in this order, of a batch element to those of target, or write them.
+    """Add the rows [first, end) that each of `found` has to ROWS rows of (s, h) of a batch element of target, or write their sums.
 
-    EVEN: rows of (s, h) lie at equal distances in both, found_sh and target_sh, so no division tells where they are.
+    EVEN: rows of (s, h) lie at equal distances in target, target_sh, and one found has all: no division tells where they are.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1).to(tl.int64)
@@ -238,28 +237,41 @@ def _add_rows_kernel(
     c = tl.max_contiguous(tl.arange(0, D), 128 // target_ptr.dtype.element_ty.primitive_bitwidth)
     inside = (r < rows)[:, None] & (c < d)[None, :]
     if EVEN:
-        found_at, at = r.to(tl.int64) * found_sh, r.to(tl.int64) * target_sh
+        at = r.to(tl.int64) * target_sh
+        found_at = (b * rows + r)[:, None] * d + c[None, :]
+        total = tl.load(found[0] + found_at, mask=inside, other=0.0).to(tl.float32)
     else:
         x, head = (r // h).to(tl.int64), r % h
-        found_at, at = x * found_ss + head * found_sh, x * target_ss + head * target_sh
-    found_at, at = found_at[:, None] + c[None, :], at[:, None] + c[None, :]
-    total = tl.load(found_ptr + b * found_sb + found_at, mask=inside, other=0.0).to(tl.float32)
+        at = x * target_ss + head * target_sh
+        firsts, ends = (first0, first1, first2, first3), (end0, end1, end2, end3)
+        total = tl.zeros((ROWS, D), tl.float32)
+        for i in tl.static_range(len(found)):
+            num, row = ends[i] - firsts[i], x - firsts[i]
+            found_at = (((b * num + row) * h + head) * d)[:, None] + c[None, :]
+            seen = inside & ((row >= 0) & (row < num))[:, None]
+            total += tl.load(found[i] + found_at, mask=seen, other=0.0).to(tl.float32)
+    at = at[:, None] + c[None, :]
     if ADD:
         total += tl.load(target_ptr + b * target_sb + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(target_ptr + b * target_sb + at, total.to(target_ptr.dtype.element_ty), mask=inside)
 
 
-def add_rows(found: Tensor, target: Tensor, *, accumulate: bool) -> None:
-    """Add found `b s h d` to target of the same shape, or write it; both with a contiguous last dim."""
-    b, s, h, d = found.shape
+def add_rows(parts: Sequence[tuple[Tensor, Span]], target: Tensor, *, accumulate: bool) -> None:
+    """`carry.add_rows` for fp32 targets, whose last dim is contiguous, and contiguous parts."""
+    b, s, h, d = target.shape
     width = padded(d)
     held = max(1, NUMBERS // width)
-    even = all(s == 1 or x.stride(1) == h * x.stride(2) for x in (found, target))
-    if found.numel():
+    even = len(parts) == 1 and parts[0][1] == (0, s) and (s == 1 or target.stride(1) == h * target.stride(2))
+    if target.numel() and parts:
         bound_launch.launch(
             _add_rows_kernel,
             (-(-s * h // held), b),
-            (found, target, *strides(found), *strides(target), h, s * h, d),
+            (tuple(x for x, _ in parts), target, *_spans(parts), *strides(target), h, s * h, d),
             {"ROWS": held, "D": width, "ADD": accumulate, "EVEN": even},
             num_warps=4,
         )
+
+
+def _spans(parts: Sequence[tuple[object, Span]]) -> list[int]:
+    """The spans of at most PARTS parts, as arguments."""
+    return [x for _, span in parts for x in span] + [0] * (2 * (PARTS - len(parts)))

@@ -86,7 +86,7 @@ def kernels_between_calls() -> Iterator[tuple[Any, dict[str, Any], dict[str, obj
     carry, output = rows_triton._merge_kernel, rows_triton._output_for_kernel
     sums = rows_triton._add_rows_kernel
     wide = {name: "*fp32" for fn in (carry, output, sums) for name in fn.arg_names if name.endswith("_ptr")}
-    narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr", "found_ptr")}
+    narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr")}
     floats = dict.fromkeys(("most", "least", "root"), "fp32")
     launches: list[tuple[Any, dict[str, object]]] = [
         (carry, {"ROWS": rows_triton.NUMBERS // 128, "DV": 128, **dict.fromkeys(absent)})
@@ -101,7 +101,8 @@ def kernels_between_calls() -> Iterator[tuple[Any, dict[str, Any], dict[str, obj
         (sums, {"ROWS": rows_triton.NUMBERS // 128, "D": 128, "ADD": add, "EVEN": even})
         for add, even in itertools.product((False, True), repeat=2)
     ]
-    parts = {"os": ("*bf16",) * carry_parts.PARTS, "lses": ("*fp32",) * carry_parts.PARTS}
+    parts = {name: ("*bf16",) * carry_parts.PARTS for name in ("os", "found")}
+    parts["lses"] = ("*fp32",) * carry_parts.PARTS
     for fn, options in launches:
         yield fn, narrow | floats | parts, options
 

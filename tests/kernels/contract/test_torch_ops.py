@@ -193,19 +193,31 @@ def test_rows_that_a_step_does_not_compute_are_left_alone_until_the_last(monkeyp
 def test_partials_of_ring_steps_wait_to_be_merged_together(
     world_size: int, most: int, groups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merged = list[tuple[bool, int]]()
+    merged, added = list[tuple[bool, int]](), list[tuple[bool, int]]()
+    merge_parts, add_rows = api.partials.merge_parts, api.partials.add_rows
 
-    def merge_parts(carry: SoftmaxState | None, parts: Any, out: Any) -> None:
+    def merge(carry: SoftmaxState | None, parts: Any, out: Any) -> None:
         merged.append((carry is not None, len(parts)))
-        at_once(carry, parts, out)
+        merge_parts(carry, parts, out)
 
-    at_once = api.partials.merge_parts
-    monkeypatch.setattr(api.partials, "merge_parts", merge_parts)
+    def add(parts: Any, target: Tensor, *, accumulate: bool) -> None:
+        if target.shape[2] == q.shape[2]:  # of queries
+            added.append((accumulate, len(parts)))
+        add_rows(parts, target, accumulate=accumulate)
+
+    monkeypatch.setattr(api.partials, "merge_parts", merge)
+    monkeypatch.setattr(api.partials, "add_rows", add)
     monkeypatch.setattr(api, "MOST_HELD", most)
-    q, k, v = (torch.randn(2, 48, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    found = simulate_ring(q, k, v, world_size=world_size, layout="zigzag", impl="torch", causal=True)
-    torch.testing.assert_close(found.o, attention_reference(q, k, v, causal=True))
-    assert sorted(merged) == sorted([(i > 0, n) for i, n in enumerate(groups)] * world_size)
+    q, do = (torch.randn(2, 48, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    k, v = (torch.randn(2, 48, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    found = simulate_ring(
+        q, k, v, world_size=world_size, layout="zigzag", do=do, impl="torch", causal=True, backward="keys"
+    )
+    assert found.grads is not None
+    exact = _reference([q, k, v, do], {"causal": True})
+    for x, y in zip((found.o, *(found.grads[name] for name in "qkv")), exact, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    assert sorted(merged) == sorted(added) == sorted([(i > 0, n) for i, n in enumerate(groups)] * world_size)
 
 
 @pytest.mark.parametrize("backward", ["keys", "queries"])
