@@ -50,8 +50,11 @@ def check_rings(
     session: Session,
     impl: str,
     schedules: Sequence[ScheduleName] = ("auto",),
+    virtual_sizes: Sequence[int] = (),
 ) -> bool:
     """Return whether rings are right in the same dtypes, heads, masks, layouts and schedules at a short length.
+
+    Those of virtual ranks also in both of their schedules, to the bit.
 
     Prints the table of errors if they are not.
     """
@@ -71,9 +74,11 @@ def check_rings(
             layouts=resolve_layouts(layouts, problem, session.world_size),
         )
     all_green = True
-    for schedule in schedules:
-        verdict = check(session, list(cases.values()), CheckArgs(impl=impl, schedule=schedule))
-        name = "" if schedule == "auto" else f" {display_name(schedule, session)}"
+    flags = [CheckArgs(impl=impl, schedule=one) for one in schedules]
+    for one in (*flags, *(CheckArgs(impl=impl, virtual_size=size) for size in virtual_sizes)):
+        verdict = check(session, list(cases.values()), one)
+        name = "" if one.schedule == "auto" else f" {display_name(one.schedule, session)}"
+        name += f" of {one.virtual_size} virtual ranks" if one.virtual_size else ""
         session.say(f"check{name}: {verdict.summary} inside the error budget")
         green = bool(verdict.rows) and not verdict.red and not verdict.skipped
         if not green and session.rank == 0:

@@ -66,6 +66,7 @@ class RingFlags:
         schedules: Our rings: "auto" as users get it; "fused": one launch; "fused_saved_kv": one launch, and the backward uses the
             KV of the forward; "fused_kv_buffer": one launch, KV written into the ring's memory; "stepwise": step by step over the
             copy engine; "process_group": step by step over NCCL or gloo.
+        virtual_size: Rings of so many virtual ranks beside them, each in the row virtual_N.
         peers: Other implementations, under a causal mask.
         heads: Query heads.
         kv_heads: Key/value heads, one or more counts.
@@ -89,6 +90,7 @@ class RingFlags:
     masks: tuple[MaskName, ...] = ("causal",)
     layouts: tuple[Layout, ...] = ("best",)
     schedules: tuple[ScheduleName, ...] = ("auto",)
+    virtual_size: tuple[int, ...] = ()
     peers: tuple[PeerName, ...] = ()
     heads: int = 32
     kv_heads: tuple[int, ...] = (8, 32)
@@ -140,8 +142,9 @@ def bench_ring(args: RingFlags, session: Session, keep: Keep) -> list[dict[str, 
     ]
     rings = open_rings(args.schedules, session)
     able: list[ScheduleName] = [schedule for schedule in args.schedules if display_name(schedule, session) in rings]
-    if not check_rings(problems, args.layouts, session, args.impl, able):
+    if not check_rings(problems, args.layouts, session, args.impl, able, args.virtual_size):
         return None
+    rings |= {f"virtual_{size}": ringattn.Ring(virtual_size=size) for size in args.virtual_size}
     alone = single_rank_ring(session)
     rows = Rows(session, keep, {"bench": "host" if args.host else "ring", "world_size": session.world_size})
     with Peers(session) as peers, own_stream(session.device):
@@ -181,14 +184,17 @@ def measure(
     if layout == "zigzag":
         for who in dict.fromkeys(args.peers):
             makers[who] = lambda who=who: peers.prepare(who, problem, session.rank)
+    plain = [name for name, ring in rings.items() if not ring.is_virtual]
     able: dict[str, Contender] = {}
     refused: dict[str, str] = {}
     standard: list[torch.Tensor] = []
     for who, make in makers.items():
         try:
             contender, answers = attempt(make, session)
-            if who in rings:
+            if who in plain:
                 standard = standard or answers
+            elif who in rings:
+                answers = standard  # its rows have other positions; `check_rings` has compared it
             elif not standard:
                 raise Unsupported("no answer of ours to compare with")
             if wrong := disagreement(answers, standard, problem.dtype, session):
@@ -200,7 +206,7 @@ def measure(
     peaks = {who: peak_gib(makers[who], rings.get(who), session) for who in able}
     single = prepare_ours(share, alone, "contiguous", session.device, args.impl, session.rank)
     calls = {f"{who} {way}": getattr(one, way) for who, one in [*able.items(), ("alone", single)] for way in WAYS}
-    captured = [name for name in calls if name.split()[0] in (*rings, "alone")] if args.graphs else []
+    captured = [name for name in calls if name.split()[0] in (*plain, "alone")] if args.graphs else []
     times = time_together(calls, session, args.rounds, args.seconds, captured)
     factor = problem.pairs / session.world_size / share.pairs
     for who in makers:
@@ -208,7 +214,7 @@ def measure(
         if who in refused:
             yield row | {"refused": refused[who]}
             continue
-        if who in rings:
+        if who in plain:
             row["bytes_received"] = bytes_received(problem, make_sharding(problem, rings[who], layout))
         if able[who].note:
             row["note"] = able[who].note

@@ -114,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.fuzz is not None:
             green, text, kept = run_fuzz(args, session, line)
         else:
-            check_schedule(args.schedule, session, nodes=args.nodes)
+            if not args.virtual_size:
+                check_schedule(args.schedule, session, nodes=args.nodes)
             green, text, kept = run_soak(args, session) if args.soak else run_cases(args, session)
         session.say(f"{'green' if green else 'red'}: {text}")
         if session.rank == 0 and args.json is not None:

@@ -47,6 +47,7 @@ COMPILE_SECONDS = 300.0
 """Limit of compiling ahead; the check itself compiles the rest."""
 PROGRESS_SECONDS = 5.0
 """Between two lines about the progress of compiling."""
+STEPWISE = ("stepwise", "process_group")
 LARGE_BUDGET = 2**50
 """Bytes that hold the gathered keys of every case."""
 Standard = dict[str, tuple[Tensor, Budget]]
@@ -64,7 +65,7 @@ class CheckArgs:
         impl: Kernels to use: "auto", or the name of a kernel set.
         schedule: How keys move: "auto", "fused" (one launch), "fused_saved_kv" (one launch, and backwards use the keys of
             their forwards), "fused_kv_buffer" (here as "fused"), "stepwise" (step by step over the copy engine) or
-            "process_group" (step by step over NCCL or gloo).
+            "process_group" (step by step over NCCL or gloo). With virtual ranks "auto" is "fused", then "stepwise", over any link.
         device: GPUs where there are any, or the CPU.
         simulate: Ranks of the simulated ring in a single process; 0 for none.
         only: Only cases whose name contains this.
@@ -472,14 +473,16 @@ def unserved(case: AnyCase, args: CheckArgs, device: torch.device) -> str | None
     return None
 
 
-def open_ring(session: Session, args: CheckArgs) -> ringattn.Ring:
-    """The ring of all ranks, with the kernels, nodes and link speed of the flags."""
-    virtual = {"virtual_size": args.virtual_size or None}
+def open_rings(session: Session, args: CheckArgs) -> list[ringattn.Ring]:
+    """The rings of all ranks, with the kernels, nodes and link speed of the flags: one, or of virtual ranks one per schedule."""
+    common: dict[str, Any] = {"impl": args.impl, "nccl_max_ctas": args.nccl_max_ctas or None}
+    if args.virtual_size:
+        budgets = [LARGE_BUDGET] * (args.schedule not in STEPWISE) + [0] * (args.schedule in ("auto", *STEPWISE))
+        common |= {"transport": "process_group" if args.schedule == "process_group" else "auto", "nodes": args.nodes}
+        return [ringattn.Ring(virtual_size=args.virtual_size, memory_budget=budget, **common) for budget in budgets]
     if session.world_size == 1:
-        return ringattn.Ring(impl=args.impl, nodes=args.nodes if args.virtual_size else 1, **virtual)
-    return make_ring(
-        args.schedule, nodes=args.nodes, impl=args.impl, nccl_max_ctas=args.nccl_max_ctas or None, **virtual
-    )
+        return [ringattn.Ring(**common)]
+    return [make_ring(args.schedule, nodes=args.nodes, **common)]
 
 
 def run_case(case: AnyCase, ring: ringattn.Ring, args: CheckArgs, session: Session) -> list[Finding]:
@@ -563,13 +566,13 @@ def check(session: Session, cases: Sequence[AnyCase], args: CheckArgs, *, progre
 
     With `progress` rank 0 prints a line per case when it is done, and red rows at once.
     """
-    ring, verdict = open_ring(session, args), Verdict()
+    rings, verdict = open_rings(session, args), Verdict()
     for number, case in enumerate(cases, start=1):
         began = time.perf_counter()
         if (reason := unserved(case, args, session.device)) is not None:
             verdict.skipped.append({"case": case.name, "dtype": case.dtype, "why": reason})
             continue
-        rows = merge_findings(session, case, run_case(case, ring, args, session))
+        rows = [row for ring in rings for row in merge_findings(session, case, run_case(case, ring, args, session))]
         verdict.rows.extend(rows)
         if progress and rows:
             worst = max(rows, key=lambda row: row["ratio"])
@@ -588,7 +591,7 @@ def show(verdict: Verdict) -> None:
     lines: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for row in verdict.rows:
         line = lines.setdefault((row["case"], row["dtype"], row["shape"]), {"worst": row})
-        line[row["layout"]] = row
+        line[row["layout"]] = max(line.get(row["layout"], row), row, key=lambda one: one["ratio"])
         line["worst"] = max(line["worst"], row, key=lambda one: one["ratio"])
     cells = [
         [*key, *(f"{line[one]['ratio']:.2f}" if one in line else None for one in columns), _name_worst(line["worst"])]
