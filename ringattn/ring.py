@@ -400,9 +400,9 @@ class Ring:
             margin = sm_margin_of(device, ranks_per_gpu())
             lockstep = Lockstep(self.virtual_size, self.hosted, device, link, sm_margin=margin)
             budget = self._virtual_budget(device) or 0
+            place: dict[str, Any] = {"budget": budget, "nodes": self.nodes, "hosted": len(self.hosted), "shared": {}}
             contexts = tuple(
-                RingContext(rank, self.virtual_size, LockstepTransport(lockstep, rank), budget=budget, nodes=self.nodes)
-                for rank in self.hosted
+                RingContext(rank, self.virtual_size, LockstepTransport(lockstep, rank), **place) for rank in self.hosted
             )
             found = self._virtual_contexts[device] = lockstep, contexts
         return found

@@ -17,8 +17,10 @@ Note [Double ring]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 
 from ringattn.plan.intervals import SeenRows, VisibleSpan, count_term_pairs
 from ringattn.plan.layouts import Shard
@@ -42,7 +44,10 @@ class _MovesRows:
 
 @dataclass(frozen=True)
 class RingStep(_MovesRows):
-    """Computation of one stationary shard with rows of one moving shard."""
+    """Computation of one stationary shard with rows of one moving shard.
+
+    In the moves of processes (`share_moves`) `crossing` is the message that brings rows of another process, and `rows` are rows of it.
+    """
 
     step: int
     owner: int
@@ -50,6 +55,7 @@ class RingStep(_MovesRows):
     runs: tuple[tuple[int, int, int, int], ...]
     pairs: int
     local_root: int | None = None
+    crossing: Send | None = None
 
     @cached_property
     def source(self) -> int:
@@ -295,7 +301,7 @@ def make_plan(
             wanted = ring_steps[rank][step] if inner_step else remote_shards[rank][node_step]
             if wanted is not None and step:
                 held = remote_shards[source][node_step] if inner_step else None
-                rows = wanted.rows if held is None else _within(wanted.rows, held.rows)
+                rows = wanted.rows if held is None else within(wanted.rows, held.rows)
                 sends[source][step] = Send(step, rank, rows)
     ranks = tuple(
         RankPlan(rank, ring_steps[rank], tuple(sends[rank]), remote_shards[rank]) for rank in range(world_size)
@@ -303,6 +309,33 @@ def make_plan(
     sizes = [(send.step % size == 0, send.num_rows) for part in ranks for send in part.sends if send is not None]
     most = [max((rows for crosses, rows in sizes if crosses == across), default=0) for across in (False, True)]
     return RingPlan(moving, ranks, *most)
+
+
+@lru_cache(maxsize=128)
+def share_moves(plan: RingPlan, hosted: int) -> RingPlan:
+    """Return a plan's moves where each process hosts so many consecutive ranks: rows cross to a process once for all of its ranks.
+
+    The first of them that needs rows of a shard receives those that any of them needs, and the others find them there.
+    """
+    if hosted == 1:
+        return plan
+    ring_steps, sends = [[*part.ring_steps] for part in plan.ranks], [[*part.sends] for part in plan.ranks]
+    crossings: dict[tuple[int, int, int], list[Send]] = {}
+    for source, part in enumerate(plan.ranks):
+        for send in part.sends:
+            if send is not None and send.step % part.local_size and send.peer // hosted != source // hosted:
+                crossings.setdefault((source, send.step // part.local_size, send.peer // hosted), []).append(send)
+    for (source, *_), readers in crossings.items():
+        crossing = replace(readers[0], rows=union(send.rows for send in readers))
+        for send in readers:
+            ring_step = ring_steps[send.peer][send.step]
+            assert ring_step is not None, "rows are sent for a ring step"
+            ring_steps[send.peer][send.step] = replace(ring_step, rows=within(send.rows, crossing.rows), crossing=crossing)
+            sends[source][send.step] = crossing if send is readers[0] else None
+    ranks = (
+        replace(part, ring_steps=tuple(ring_steps[part.rank]), sends=tuple(sends[part.rank])) for part in plan.ranks
+    )
+    return replace(plan, ranks=tuple(ranks))
 
 
 def _check_nodes(nodes: Nodes | None, world_size: int) -> Nodes:
@@ -330,7 +363,12 @@ def _route(rank: int, nodes: Nodes) -> list[tuple[int, int]]:
     return route
 
 
-def _within(rows: Rows, held: Rows) -> Rows:
+def union(rows: Iterable[Rows]) -> Rows:
+    """Return the rows that are in any of some row ranges of a shard."""
+    return tuple(_united(sorted(chain.from_iterable(rows))))
+
+
+def within(rows: Rows, held: Rows) -> Rows:
     """Return row ranges of a shard as row ranges of a buffer that holds some of its rows."""
     found: list[tuple[int, int]] = []
     packed = 0

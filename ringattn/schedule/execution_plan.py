@@ -24,7 +24,7 @@ from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.buffers import count_groups, gather_bytes
 from ringattn.plan.device_tables import FusedTables, StepTables, fused_tables, step_tables
 from ringattn.plan.layouts import shard_len
-from ringattn.plan.ring_plan import GatherPlan, Nodes, RingPlan, moved_rows
+from ringattn.plan.ring_plan import GatherPlan, Nodes, RankPlan, RingPlan, moved_rows, share_moves
 from ringattn.schedule.latents import EXPANDED_BYTES, LatentGrads, Latents
 from ringattn.transport.base import RingContext, Transport
 from ringattn.transport.call_order import CallMark
@@ -52,6 +52,7 @@ class ExecutionPlan:
     Attributes:
         wide: Dtype of lse and of gradient accumulators.
         score: The score, where it needs no tensor and no seed; None: it is made for each call.
+        moves: This rank's part of ring_plan between processes (`share_moves`); backward_moves is that of backward_plan.
         first_step: The first ring step at which this rank computes; -1: it sees no key at all.
         fused_forward: None: the forward goes step by step; fused_backward is the same of the backward.
         backward_moving: The side that moves in a stepwise backward: "keys" or "queries".
@@ -68,12 +69,14 @@ class ExecutionPlan:
     tables: StepTables
     score: Score | None
     ring_plan: RingPlan
+    moves: RankPlan
     first_step: int
     last_step: int
     fused_forward: FusedPlan | None
     fused_backward: FusedPlan | None
     backward_moving: str
     backward_plan: RingPlan
+    backward_moves: RankPlan
     backward_tables: StepTables
     is_short_forward: bool
     is_short_backward: bool
@@ -185,6 +188,7 @@ def make_execution_plan(
     steps = [step for step, ring_step in enumerate(ring_plan.ranks[context.rank].ring_steps) if ring_step is not None]
     has_no_tensors = all(x is None for x in tensors)
     moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
+    backward_plan = ring_plan if moving == "keys" else spec.plan(moving, context.nodes)
     fused = [_fuse(spec, q, k, v, tensors, bound, context, backward=backward) for backward in (False, True)]
     at_owner = _expands_at_owner(spec, fused, k, v, context)
     if not at_owner:
@@ -201,12 +205,14 @@ def make_execution_plan(
         tables=tables,
         score=score if has_no_tensors and spec.dropout_p == 0 else None,
         ring_plan=ring_plan,
+        moves=share_moves(ring_plan, context.hosted).ranks[context.rank],
         first_step=steps[0] if steps else -1,
         last_step=steps[-1] if steps else -1,
         fused_forward=fused[0],
         fused_backward=fused[1],
         backward_moving=moving,
-        backward_plan=ring_plan if moving == "keys" else spec.plan(moving, context.nodes),
+        backward_plan=backward_plan,
+        backward_moves=share_moves(backward_plan, context.hosted).ranks[context.rank],
         backward_tables=tables if moving == "keys" else step_tables(spec, moving, q.device, context.nodes),
         is_short_forward=seconds < SHORT_SECONDS,
         is_short_backward=2.5 * seconds < SHORT_SECONDS,

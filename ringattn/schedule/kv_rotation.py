@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.interface import Score
-from ringattn.plan.ring_plan import RankPlan, RingPlan, Rows
+from ringattn.plan.ring_plan import RankPlan, RingPlan, RingStep, Rows
 from ringattn.schedule.latents import Latents
 from ringattn.transport.base import Buffers, GradMessage, Message, RingContext, Work
 
@@ -72,7 +72,7 @@ class KVPrefetcher:
         if step >= self._context.world_size:
             return []
         if step % self._plan.local_size:
-            return [] if self._next is None else self._next.parts
+            return self._rows_of(step)
         if self._remote_work is not None:
             self._remote_work.wait()
             self._remote_work = None
@@ -95,10 +95,35 @@ class KVPrefetcher:
             if send is not None:
                 sends.insert(0, (send.peer, self._message(send.rows)))
             if ring_step is not None:
-                self._next = self._make(ring_step.num_rows, f"receive {coming % 2}")
-                receives.insert(0, (ring_step.source, self._next.message))
+                receives = [*self._receive(coming, ring_step), *receives]
         what = f"{self._what} for ring step {coming}{besides}"
         self._work = self._context.transport.post(sends, receives, what)
+
+    def _receive(self, coming: int, ring_step: RingStep) -> list[Message]:
+        """Return the receive of the rows of a step; none where another rank of this process has them from another process."""
+        context, crossing = self._context, ring_step.crossing
+        if crossing is None:
+            self._next = self._make(ring_step.num_rows, f"receive {coming % 2}")
+        elif crossing.peer == context.rank:
+            # the last rank of the process reads it hosted - 1 steps later
+            self._next = self._make(crossing.num_rows, f"shared {coming % (context.hosted + 1)}")
+            context.shared[ring_step.source] = self._next
+        else:
+            self._next = context.shared[ring_step.source]
+            return []
+        return [(ring_step.source, self._next.message)]
+
+    def _rows_of(self, step: int) -> list[Tensor]:
+        """Return the rows of a step, which have arrived: those of this rank, where ranks share a message."""
+        ring_step = self._plan.ring_steps[step]
+        if ring_step is None or self._next is None:
+            return []
+        shared = [(x, dim) for x, (_, dim) in zip(self._next.parts, self._own, strict=True)]
+        if ring_step.crossing is None or self._is_whole(ring_step.rows, shared):
+            return self._next.parts
+        mine = self._make(ring_step.num_rows, f"receive {step % 2}")
+        pack_(shared, ring_step.rows, mine)
+        return mine.parts
 
     def _post_between_nodes(self, node_step: int) -> None:
         """Send this rank's rows to another node and receive the next remote shard."""

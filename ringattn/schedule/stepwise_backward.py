@@ -88,7 +88,7 @@ def stepwise_backward(call: BackwardCall) -> Gradients:
 
     returned = list(zip(moving_grads, row_dims, strict=False))
     reserve(plan.backward_plan, context, payload, returned)
-    prefetcher = KVPrefetcher(payload, mine, context, f"backward, {moving}")
+    prefetcher = KVPrefetcher(payload, plan.backward_moves, context, f"backward, {moving}")
     grad_returner = GradReturner(returned, mine, context)
     # two steps past the last: one returns its contributions, one adds them
     for step in range(context.world_size + 2):

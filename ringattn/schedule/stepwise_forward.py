@@ -50,7 +50,7 @@ def stepwise_forward(
         plan.kernels.forward(Step(q, k[:, :0], v[:, :0], rows, keys, empty, o, lse))
     moving = moving_tensors("keys", q, k, v, score, latents=latents)
     reserve(plan.ring_plan, context, moving)
-    prefetcher = KVPrefetcher(moving, plan.ring_plan.ranks[context.rank], context, "forward, keys")
+    prefetcher = KVPrefetcher(moving, plan.moves, context, "forward, keys")
     for step, (ring_step, keys) in enumerate(zip(ring_steps, plan.tables.moving, strict=True)):
         held = prefetcher.wait_for(step)
         prefetcher.post(step)

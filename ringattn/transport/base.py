@@ -314,6 +314,8 @@ class RingContext:
         budget: Bytes that gathered keys and their gradients may take per rank; the same on all ranks.
         nodes: The ranks of each node, in a ring of two levels (Note [Double ring] in ring_plan.py); None: one level.
         push_rate: Bytes per second of the slowest rank's push to another one; the same on all ranks. 0.0: unknown.
+        hosted: Consecutive ranks that each process is.
+        shared: By source, rows of other processes that the ranks of this one share.
     """
 
     rank: int
@@ -324,6 +326,8 @@ class RingContext:
     nodes: Nodes | None = None
     between_nodes: Transport | None = None
     push_rate: float = 0.0
+    hosted: int = 1
+    shared: dict[int, Any] = field(default_factory=dict)
 
     @property
     def slow_transport(self) -> Transport:

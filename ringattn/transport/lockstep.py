@@ -10,27 +10,29 @@ then, so that a rank that reads too early or writes too late gets NaN.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels.interface import ReadyFlags
-from ringattn.plan.ring_plan import GatherPlan, Nodes, Rows
+from ringattn.plan.ring_plan import GatherPlan, Nodes, RecvSpec, Rows, SendSpec, union, within
 from ringattn.transport.base import GradMessage, GradReturn, KVGatherHandle, Message, RingContext, Transport, Work
 
 T = TypeVar("T")
+Moves = Sequence[tuple[Tensor, Tensor]]
+"""Tensors of rows, contiguous, and those that rows of other ranks are written into."""
 _CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
 class _Posted:
-    """One post of all ranks of a process: copies to make at the waits, by rank, and the messages of other processes."""
+    """One post of all ranks of a process: copies to make at the waits, by rank, what each gives the others, and messages."""
 
     late: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    given: dict[int, Any] = field(default_factory=dict)
     link: Work | None = None
 
     def wait(self, rank: int) -> None:
@@ -76,7 +78,7 @@ class Lockstep:
         self.link, self.poison, self.sm_margin = link, poison, sm_margin
         self._turn = threading.Condition()
         self._failed: BaseException | None = None
-        self._handed_in: dict[int, tuple[Sequence[Message], Sequence[Message]]] = {}
+        self._handed_in: dict[int, tuple[Any, ...]] = {}
         self._posted = _Posted()
         self._ended: list[int] = []
 
@@ -106,15 +108,25 @@ class Lockstep:
             thread.start()
         for thread in threads:
             thread.join()
+        self._posted = _Posted()
         if self._failed is not None:
             raise self._failed
         return [results[rank] for rank in self.ranks]
 
-    def post(self, rank: int, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """Start a post once all hosted ranks have made it; see `Transport.post`."""
-        self._handed_in[rank] = sends, receives
+    def post(
+        self, rank: int, sends: Sequence[Message], receives: Sequence[Message], what: str, given: object = None
+    ) -> _RankWork:
+        """Start a post once all hosted ranks have made it; see `Transport.post`. They find what each has given in `posted`."""
+        return self._meet(rank, (sends, receives, given), self._start, what)
+
+    def gather(self, rank: int, moves: Moves, gather_plan: GatherPlan, what: str) -> None:
+        """Write the rows of all others, from the first tensors of their moves, into the second ones; dimension 1 is rows."""
+        self._meet(rank, (moves, gather_plan), self._gather, what)
+
+    def _meet(self, rank: int, given: tuple[Any, ...], start: Callable[[str], _Posted], what: str) -> _RankWork:
+        self._handed_in[rank] = given
         if len(self._handed_in) == len(self.ranks):
-            self._posted = self._start(what)
+            self._posted = start(what)
             self._handed_in.clear()
             with self._turn:
                 self._turn.notify_all()
@@ -141,10 +153,36 @@ class Lockstep:
         self._failed = self._failed or error
         self._turn.notify_all()
 
+    def _gather(self, what: str) -> _Posted:
+        """Copy the rows that each rank reads; those of another process come once for all ranks that read some of them here."""
+        each, given = len(self.ranks), sorted(self._handed_in.items())
+        outgoing, incoming, tensors = list[Message](), list[Message](), list[Tensor]()
+        held: dict[int, tuple[Rows, list[Tensor]]] = {}
+        for rank, (moves, gather_plan) in given:
+            tensors = [mine for mine, _ in moves]
+            held[rank] = ((0, tensors[0].shape[1]),), tensors
+            there = ((to.peer // each, to.rows) for to in gather_plan.sends if to.peer not in self.ranks)
+            outgoing += [(process, torch.cat(_parts(x, rows), 1)) for process, rows in _unions(there) for x in tensors]
+        fetches = [(moves, fetch) for _, (moves, gather_plan) in given for fetch in gather_plan.recvs]
+        for owner, rows in _unions((fetch.owner, fetch.rows) for _, fetch in fetches if fetch.owner not in self.ranks):
+            size = sum(length for _, length in rows)
+            held[owner] = rows, [x.new_empty(x.shape[0], size, *x.shape[2:]) for x in tensors]
+            incoming += [(owner // each, x) for x in held[owner][1]]
+        if self.link is not None:
+            self.link.post(outgoing, incoming, what).wait()
+        for moves, fetch in fetches:
+            whole, sources = held[fetch.owner]
+            rows = within(fetch.rows, whole)
+            for (_, remote), source in zip(moves, sources, strict=True):
+                places = remote.narrow(1, fetch.at, fetch.num_rows).split([length for _, length in rows], 1)
+                for place, part in zip(places, _parts(source, rows), strict=True):
+                    place.copy_(part)
+        return _Posted()
+
     def _start(self, what: str) -> _Posted:
         """Copy what stays in this process, and post the rest in one order on both sides: by sender, receiver and kind."""
         sends, receives = dict[tuple[int, int, bool], list[Tensor]](), dict[tuple[int, int, bool], list[Tensor]]()
-        for rank, (sent, received) in self._handed_in.items():
+        for rank, (sent, received, _) in self._handed_in.items():
             for message in sent:
                 if message[1].numel():
                     sends.setdefault((rank, message[0], isinstance(message, GradMessage)), []).append(message[1])
@@ -154,7 +192,7 @@ class Lockstep:
                     message[1].view(-1).view(torch.uint8).fill_(255)
                 if message[1].numel():
                     receives.setdefault((message[0], rank, isinstance(message, GradMessage)), []).append(message[1])
-        posted = _Posted()
+        posted = _Posted(given={rank: given for rank, (_, _, given) in self._handed_in.items()})
         for key in [key for key in receives if key[0] in self.ranks]:
             given, wanted = sends.pop(key, []), receives.pop(key)
             assert len(given) == len(wanted), f"{what}: rank {key[1]} expects {len(wanted)} messages, got {len(given)}"
@@ -218,14 +256,17 @@ class LockstepTransport(Transport):
     ) -> _Handle:
         assert k.shape[2] % groups == 0, "head groups divide the key heads"
         mine = torch.cat((k, v), -1)
-        remote = mine.new_zeros(mine.shape[0], gather_plan.remote_rows, *mine.shape[2:])
+        remote = mine.new_empty(mine.shape[0], gather_plan.remote_rows, *mine.shape[2:])
+        begins = [fetch.at for fetch in gather_plan.recvs]
+        for fetch, end in zip(gather_plan.recvs, [*begins[1:], gather_plan.remote_rows], strict=False):
+            remote[:, fetch.at + fetch.num_rows : end].zero_()
         moves = [(mine, remote)]
         table = None
         if key_bias is not None:
             # padding rows stay NaN
             unset = key_bias.new_full((key_bias.shape[0], gather_plan.remote_rows), float("nan"))
             moves.append((key_bias.contiguous(), unset))
-        self._fetch(moves, gather_plan, what)
+        self.ranks.gather(self.rank, moves, gather_plan, f"{what}, keys of ring step {gather_plan.first}")
         if key_bias is not None:
             table = torch.cat((key_bias, moves[1][1]), 1)
         ready_flags = self.saved_ready_flags(gather_plan, groups)
@@ -238,16 +279,6 @@ class LockstepTransport(Transport):
             grad_return.begin()
             grad_return.handle = handle
         return handle
-
-    def _fetch(self, moves: Sequence[tuple[Tensor, Tensor]], gather_plan: GatherPlan, what: str) -> None:
-        """Write the rows of all others, from the first tensors of their moves, into the second ones; dimension 1 is rows."""
-        sends = [(to.peer, x) for to in gather_plan.sends for mine, _ in moves for x in _parts(mine, to.rows)]
-        receives = list[Message]()
-        for fetch in gather_plan.recvs:
-            ends = accumulate((length for _, length in fetch.rows), initial=fetch.at)
-            places = tuple((at, length) for at, (_, length) in zip(ends, fetch.rows, strict=False))
-            receives += [(fetch.owner, x) for _, remote in moves for x in _parts(remote, places)]
-        self.ranks.post(self.rank, sends, receives, f"{what}, keys of ring step {gather_plan.first}").wait()
 
     def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags:  # noqa: D102
         del gather_plan
@@ -289,6 +320,7 @@ class _GradReturn:
         self.rows = gather_plan.slot_rows
         self.handle: _Handle | None = None
         self._begun = False
+        self._read: list[Tensor] = []
         sides = len(gather_plan.recvs) + 1
         self._contributions = ranks.make((sides, b, self.rows, hk, width), torch.float32)
         self.local_grads = self._contributions[0]
@@ -305,25 +337,40 @@ class _GradReturn:
         if self.handle is not None:
             self.handle.close()
         regions = [self._contributions] if self._biases is None else [self._contributions, self._biases]
-        readers = self._gather_plan.sends
-        received = [[torch.empty_like(x[0]) for _ in readers] for x in regions]
-        sends = [(fetch.owner, x[i]) for i, fetch in enumerate(self._gather_plan.recvs, 1) for x in regions]
-        receives = [(reader.peer, x[i]) for i, reader in enumerate(readers) for x in received]
+        here, fetches, readers = self._ranks.ranks, self._gather_plan.recvs, self._gather_plan.sends
+        made = {fetch.owner: [x[i] for x in regions] for i, fetch in enumerate(fetches, 1)}
+        received = {one.peer: [torch.empty_like(x[0]) for x in regions] for one in readers if one.peer not in here}
+        sends = [(to.owner, x) for to in fetches if to.owner not in here for x in _filled(made[to.owner], to)]
+        receives = [(one.peer, x) for one in readers if one.peer in received for x in _filled(received[one.peer], one)]
         what = f"{self._what}, gradients of ring step {self._gather_plan.first}"
-        self._ranks.post(self._rank, sends, receives, what).wait()
-        return received[0], [] if self._biases is None else received[1]
+        work = self._ranks.post(self._rank, sends, receives, what, made)
+        work.wait()
+        # what a rank of this process has made is read where it lies
+        found = [received.get(one.peer) or work.posted.given[one.peer][self._rank] for one in readers]
+        self._read = [x[0] for x in regions] + [x for parts in found for x in parts]
+        return [parts[0] for parts in found], [] if self._biases is None else [parts[1] for parts in found]
 
     def close(self) -> None:
-        if not self._ranks.poison:
-            return
-        self._contributions.fill_(float("nan"))
-        if self._biases is not None:
-            self._biases.fill_(float("nan"))
+        if self._ranks.poison:
+            for x in self._read:
+                x.fill_(float("nan"))
 
 
 def _parts(x: Tensor, rows: Rows) -> list[Tensor]:
-    """Return the row ranges of each batch element, each contiguous."""
-    return [part.narrow(0, at, length) for part in x for at, length in rows]
+    return [x.narrow(1, at, length) for at, length in rows]
+
+
+def _filled(regions: list[Tensor], moved: RecvSpec | SendSpec) -> list[Tensor]:
+    """Return what is written of a reader's regions: their first rows by batch element, and gradients of biases whole."""
+    return [*regions[0][:, : moved.num_rows], *regions[1:]]
+
+
+def _unions(pairs: Iterable[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
+    """Return the union of the rows of each key, in the order of keys."""
+    found: dict[int, list[Rows]] = {}
+    for key, rows in pairs:
+        found.setdefault(key, []).append(rows)
+    return [(key, union(rows)) for key, rows in sorted(found.items())]
 
 
 def _addresses(regions: Tensor) -> Tensor:
