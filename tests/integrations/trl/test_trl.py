@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 from peft import LoraConfig, PromptTuningConfig
 from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.utils.import_utils import is_liger_kernel_available
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from ringattn.integrations.transformers import register
@@ -224,6 +225,16 @@ def refused_evaluation(folder: str) -> str:
 @pytest.mark.dist
 def test_pairs_that_rings_cannot_share_evenly_are_refused_before_training(pool: Pools, tmp_path: Path) -> None:
     assert len(pool(4).run(refused_evaluation, str(tmp_path))) == 4
+
+
+@pytest.mark.skipif(not is_liger_kernel_available(), reason="needs liger-kernel, on CPUs with TRITON_INTERPRET=1")
+@pytest.mark.dist
+def test_layers_of_liger_on_a_ring_make_the_steps_of_one_process(pool: Pools, tmp_path: Path) -> None:
+    alone = train(str(tmp_path), "RingSFTTrainer", "llama", 0, **EVALUATED)
+    # the interpreter does not run these, to which it passes numbers of Python
+    liger = {"use_liger_kernel": True, "liger_kernel_config": {"rms_norm": False, "swiglu": False}}
+    for found in pool(2).run(train, str(tmp_path), "RingSFTTrainer", "llama", 2, **EVALUATED, **liger):
+        assert_same(found, alone)
 
 
 def refused_liger(folder: str) -> str:
