@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader
@@ -104,6 +105,10 @@ class StreamReader:
         return made
 
 
+Uneven = Literal["twice", "last", "all", "refuse"]
+"""What is done with samples that several rings cannot share evenly (`share_batches`)."""
+
+
 class FilledBatches:
     """Batches of a sampler, after them the first one again until their number is a multiple of the rings.
 
@@ -135,12 +140,13 @@ class FilledBatches:
 
 
 def share_batches(
-    dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, evenly: bool | None = None
+    dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, uneven: Uneven = "twice"
 ) -> DataLoader:
     """Let the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made, changed in place.
 
     Batches are then distributed over rings instead of processes. Where several rings cannot share the samples evenly, accelerate
-    reads some twice. evenly False leaves the last batches as one process reads them (`FilledBatches`), True refuses such samples.
+    reads some "twice". "last" leaves the last batches as one process reads them (`FilledBatches`), "all" lets every ring read all
+    samples, as one process does, and "refuse" raises.
     """
     replicas, index = replica_of(ring, world_size, process_index)
     if world_size == 1 or ring.world_size == 1:
@@ -155,18 +161,25 @@ def share_batches(
     if replicas == 1:
         # a last batch that is short is then read as one process reads it
         sampler.even_batches = False
-    elif evenly is not None and not isinstance(sampler.batch_sampler, FilledBatches):
+    elif uneven != "twice" and not isinstance(sampler.batch_sampler, FilledBatches):
         samples = len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
         if sampler.drop_last:
             samples = min(samples, len(sampler.batch_sampler) * (sampler.batch_size or 1))
         left = len(sampler.batch_sampler) % replicas or samples % (sampler.batch_size or 1)
         once = sampler.batch_size and len(sampler.batch_sampler) == -(-samples // sampler.batch_size)
-        if left and (evenly or not once):
+        if left and uneven == "all":
+            warnings.warn(
+                f"samples to evaluate should be full batches for each of {replicas} rings, got {samples} in batches of "
+                f"{sampler.batch_size} with {left} left over; each ring evaluates all of them, so drop those to share the work",
+                stacklevel=2,
+            )
+            sampler.num_processes, sampler.process_index, sampler.even_batches = 1, 0, False
+        elif left and (uneven == "refuse" or not once):
             raise ValueError(
                 f"samples to evaluate must be full batches for each of {replicas} rings, got {samples} in batches of "
                 f"{sampler.batch_size} with {left} left over; drop those, or evaluate with one ring"
             )
-        if left:
+        elif left:
             filled: Any = FilledBatches(sampler.batch_sampler, samples, replicas)
             sampler.batch_sampler, sampler.even_batches = filled, False
     return dataloader

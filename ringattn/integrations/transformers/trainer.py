@@ -31,6 +31,7 @@ from ringattn.autograd import num_forwards
 from ringattn.integrations.accelerate.context_parallel import (
     FilledBatches,
     StreamReader,
+    Uneven,
     check_parallelism,
     make_ring,
     replica_of,
@@ -82,8 +83,8 @@ class RingTrainerMixin(_Base):
     accelerator: Any
     loss_by_model: ClassVar[bool] = True
     """Whether the model computes the loss, which must then divide by num_items_in_batch."""
-    evaluates_evenly: ClassVar[bool] = False
-    """Whether the samples of an evaluation must be full batches for each of several rings."""
+    uneven_evaluation: ClassVar[Uneven] = "last"
+    """What is done with samples to evaluate that are not full batches for each of several rings."""
     offloader: Offloader | None = None
     """Host memory of checkpoints, where `offload` is given."""
 
@@ -121,6 +122,7 @@ class RingTrainerMixin(_Base):
         self.ring = make_ring(context_parallel_size or 1) if ring is None else ring
         self._loss_checked = self.ring.world_size == 1 or not self.loss_by_model
         self._last_samples: int | None = None
+        self._readers: int | None = None  # rings that have different samples to evaluate; None: all
         self._filled: FilledBatches | None = None
         self._counts: list[int] | None = None
         self._evaluated = 0
@@ -194,13 +196,13 @@ class RingTrainerMixin(_Base):
         """Return Trainer's, with the same samples on all ranks of a ring, and each sample in one batch, as on one process."""
         with self._rings_read():
             dataloader = super().get_eval_dataloader(eval_dataset)
-        return self._share(dataloader, evenly=self.evaluates_evenly)
+        return self._share(dataloader, uneven=self.uneven_evaluation)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return Trainer's, as `get_eval_dataloader` does."""
         with self._rings_read():
             dataloader = super().get_test_dataloader(test_dataset)
-        return self._share(dataloader, evenly=self.evaluates_evenly)
+        return self._share(dataloader, uneven=self.uneven_evaluation)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of a step: those of all rings."""
@@ -294,7 +296,9 @@ class RingTrainerMixin(_Base):
         if self.ring.world_size > 1:
             self.gather_function = self._gather_rings
         dataloader: Any = kwargs.get("dataloader", args[0] if args else None)
-        batches = getattr(getattr(dataloader, "batch_sampler", None), "batch_sampler", None)
+        sampler = getattr(dataloader, "batch_sampler", None)
+        batches = getattr(sampler, "batch_sampler", None)
+        self._readers = getattr(sampler, "num_processes", None)
         if not isinstance(batches, FilledBatches):
             return super().evaluation_loop(*args, **kwargs)
         # metrics of TRL leave out batches that are read again
@@ -307,11 +311,11 @@ class RingTrainerMixin(_Base):
             self.gather_function = self.accelerator.gather_for_metrics
 
     def _gather_rings(self, data: Any, **_: Any) -> Any:
-        """Return the predictions of all rings, in the order of samples; each rank of a ring has the same."""
+        """Return the predictions of all readers, in the order of samples; each rank of a ring has the same."""
 
         def gather(x: Tensor) -> Tensor:
             every = self.accelerator.gather(x).view(-1, self.ring.world_size, *x.shape)
-            return every[:, 0].flatten(0, 1)[: self._last_samples]
+            return every[: self._readers, 0].flatten(0, 1)[: self._last_samples]
 
         return (
             recursively_apply(gather, data)
@@ -417,16 +421,16 @@ class RingTrainerMixin(_Base):
         finally:
             self.accelerator = before
 
-    def _share(self, dataloader: DataLoader, evenly: bool | None = None) -> DataLoader:
+    def _share(self, dataloader: DataLoader, uneven: Uneven = "twice") -> DataLoader:
         if self.ring.world_size > 1 and isinstance(dataloader.dataset, IterableDataset):
-            if evenly is not None and self.ring.world_size < self.args.world_size:
+            if uneven != "twice" and self.ring.world_size < self.args.world_size:
                 raise NotImplementedError(
                     "samples to evaluate must have a length where several rings share them, got "
                     f"{type(dataloader.dataset).__name__}, of which some would count twice; take samples of the stream into a "
                     "list before, or evaluate with one ring"
                 )
             return dataloader  # of a StreamReader
-        return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, evenly=evenly)
+        return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, uneven=uneven)
 
 
 def _name_attention(arguments: Any, given: list[Any], kwargs: dict[str, Any]) -> None:

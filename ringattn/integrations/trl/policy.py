@@ -29,6 +29,8 @@ class RingRolloutMixin(RingReferenceMixin):
         NotImplementedError: vLLM, continuous batching, tools or environments are asked for.
     """
 
+    uneven_evaluation = "refuse"  # rollouts of a prompt are a group over rings
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         ring, size = kwargs.get("ring"), kwargs.get("context_parallel_size") or 1
         size = size if ring is None else ring.world_size

@@ -30,7 +30,7 @@ class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):  # pyright: ignore[reportI
     and `logits/rejected` are means over tokens, without the padding that ORPOTrainer counts too.
     """
 
-    evaluates_evenly = True  # as in RingReferenceMixin
+    uneven_evaluation = "all"  # as in RingReferenceMixin
     loss_by_model = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

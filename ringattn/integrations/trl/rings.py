@@ -86,7 +86,7 @@ class RingReferenceMixin(RingTrainerMixin):
     loss_by_model = False
     counts_whole_batches = True
     ref_model: Any
-    evaluates_evenly = True  # metrics of each batch are gathered from all processes
+    uneven_evaluation = "all"  # metrics of a batch are gathered from all processes
     _max_positions = None  # read while TRL's trainer is made
 
     def modules_with_whole_outputs(self) -> list[nn.Module]:

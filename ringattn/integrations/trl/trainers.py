@@ -56,7 +56,7 @@ class RingRewardTrainer(RingTrainerMixin, RewardTrainer, TokenCount):  # pyright
     The hidden states of the last layer are gathered over the ring, and every rank scores whole sequences.
     """
 
-    evaluates_evenly = True  # as in RingReferenceMixin
+    uneven_evaluation = "all"  # as in RingReferenceMixin
     loss_by_model = False
     counts_whole_batches = True
 

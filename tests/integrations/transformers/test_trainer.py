@@ -414,7 +414,7 @@ def test_samples_that_rings_cannot_share_evenly_are_refused() -> None:
     with pytest.raises(
         ValueError, match="samples to evaluate must be full batches for each of 2 rings, got 11 in batches of 2"
     ):
-        share_batches(dealt, ring, 4, 1, evenly=True)
+        share_batches(dealt, ring, 4, 1, uneven="refuse")
 
 
 def padded_rows(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:

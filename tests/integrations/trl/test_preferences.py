@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,17 @@ def judged(count: int = 12) -> Dataset:
     )
 
 
-def train(folder: str, stack: str, cp: int, *, lora: bool = False, without: str = "", **options: Any) -> Any:
-    """The outcome of the steps: of TRL's trainer with cp 0, of ours otherwise."""
+def train(
+    folder: str,
+    stack: str,
+    cp: int,
+    *,
+    lora: bool = False,
+    without: str = "",
+    judged_only: bool = False,
+    **options: Any,
+) -> Any:
+    """The outcome of the steps: of TRL's trainer with cp 0, of ours otherwise; or what eleven samples are evaluated to."""
     theirs, ours, config = STACKS[stack]
     chosen = {"max_length": 64, "bf16": False, "gradient_checkpointing": False, **options}
     with processes():
@@ -57,11 +67,13 @@ def train(folder: str, stack: str, cp: int, *, lora: bool = False, without: str 
             model,
             args=config(**settings(folder, **chosen)),
             train_dataset=data,
-            eval_dataset=data if "eval_strategy" in options else None,
+            eval_dataset=data.select(range(11 if judged_only else 12)) if "eval_strategy" in options else None,
             processing_class=tokenizer(),
             **start,
             **({"context_parallel_size": cp} if cp else {}),
         )
+        if judged_only:
+            return {name: x for name, x in trainer.evaluate().items() if not re.search("per_second|time|logits", name)}
         before = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
         trainer.train()
         history, moved = outcome(trainer, before)
@@ -97,3 +109,16 @@ def test_steps_on_two_ranks_equal_one_process(
     alone = train(str(tmp_path), stack, 0, **options)
     for found in pool(2).run(train, str(tmp_path), stack, 2, **options):
         assert_same(found, alone)
+
+
+@pytest.mark.filterwarnings("ignore:samples to evaluate should be full batches")
+@pytest.mark.models
+@pytest.mark.dist
+@pytest.mark.parametrize("stack", ["RingKTOTrainer", "RingORPOTrainer"])
+def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(
+    pool: Pools, tmp_path: Path, stack: str
+) -> None:
+    options = {"eval_strategy": "steps", "judged_only": True}
+    wanted = train(str(tmp_path), stack, 0, **options)
+    for found in pool(4).run(train, str(tmp_path), stack, 2, **options):
+        assert found == pytest.approx(wanted, rel=1e-5)

@@ -202,29 +202,25 @@ def test_the_example_learns_on_two_ranks_what_one_process_learns() -> None:
 
 
 def evaluation(folder: str, stack: str, cp: int) -> dict[str, float]:
-    """Losses and metrics of seven samples."""
+    """Loss and metrics of seven samples, the second time."""
     with processes():
         trainer = build(folder, stack, "llama", cp, per_device_eval_batch_size=2, eval_strategy="steps")
-        return trainer.evaluate()
+        trainer.evaluate()
+        found = trainer.evaluate()
+        return {name: x for name, x in found.items() if "_per_second" not in name and "time" not in name}
 
 
+@pytest.mark.filterwarnings("ignore:samples to evaluate should be full batches")
 @pytest.mark.dist
-def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(pool: Pools, tmp_path: Path) -> None:
-    wanted = evaluation(str(tmp_path), "RingSFTTrainer", 0)
-    for found in pool(4).run(evaluation, str(tmp_path), "RingSFTTrainer", 2):
-        assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
-
-
-def refused_evaluation(folder: str) -> str:
-    with pytest.raises(ValueError, match="samples to evaluate must be full batches") as refused:
-        with processes():
-            build(folder, "RingDPOTrainer", "llama", 2, per_device_eval_batch_size=2, eval_strategy="steps")
-    return str(refused.value)
-
-
-@pytest.mark.dist
-def test_pairs_that_rings_cannot_share_evenly_are_refused_before_training(pool: Pools, tmp_path: Path) -> None:
-    assert len(pool(4).run(refused_evaluation, str(tmp_path))) == 4
+@pytest.mark.parametrize("stack", STACKS)
+def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(
+    pool: Pools, tmp_path: Path, stack: str
+) -> None:
+    wanted = evaluation(str(tmp_path), stack, 0)
+    for found in pool(4).run(evaluation, str(tmp_path), stack, 2):
+        if stack == "RingSFTTrainer":  # its metrics are means of batches, of which two rings have half as many
+            found, wanted = ({"eval_loss": x["eval_loss"]} for x in (found, wanted))
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.skipif(not is_liger_kernel_available(), reason="needs liger-kernel, on CPUs with TRITON_INTERPRET=1")
