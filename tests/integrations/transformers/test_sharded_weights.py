@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +85,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
 }
+M_MMAP_THRESHOLD = -3
+"""Of mallopt: allocations from this size on are mappings of their own."""
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
 SLICES, GATHERED = 10**9, 1
 """Least rows of a prefill that gathers weights: none does, or all do."""
@@ -316,6 +321,48 @@ def test_a_rank_reads_and_stores_its_slice_of_a_checkpoint_alone(pool: Pools, ki
         # buffers beside parameters, and no weight twice
         assert read <= stored + 2048
         assert most <= whole / 8
+
+
+def peaks(folder: str, rank: int, ranks: int) -> list[int]:
+    """Most bytes of memory that this process takes more while it reads a rank's slices, and while it draws them; what they take."""
+    register()
+    libc, found = ctypes.CDLL(None), list[int]()
+    device, config = torch.device("cpu"), transformers.AutoConfig.from_pretrained(folder)
+
+    def status(name: str) -> int:
+        [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name)]
+        return 1024 * int(line.split()[1])
+
+    libc.mallopt(M_MMAP_THRESHOLD, 2**17)  # what is freed is given back
+    mapped, load.MAPPED = load.MAPPED, 2**20
+    for make_slices in (
+        lambda plan: load.read_slices(Path(folder), plan, rank, device),
+        lambda plan: load.draw_weights(plan.model, device, 0, plan, rank),
+    ):
+        plan = plan_weights(load.empty_model(config, torch.float32), ranks)
+        gc.collect()
+        libc.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        before = status("VmRSS")
+        make_slices(plan)
+        found.append(status("VmHWM") - before)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+    load.MAPPED = mapped
+    return [*found, sum(x.nbytes for x in plan.model.parameters())]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_takes_memory_for_its_slices_and_one_weight(pool: Pools, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 2**15, "num_hidden_layers": 1, "vocab_size": 512}
+    config = transformers.AutoConfig.for_model("llama", **sizes, num_attention_heads=4, num_key_value_heads=2)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    read, drawn, stored = pool(1).run(peaks, str(tmp_path), 1, 3)[0]
+    largest, other = 4 * 256 * 2**15, 12 * 2**20  # modules that are imported, and the numbers of a digest
+    assert stored < 38e6 < 100e6 < (tmp_path / "model.safetensors").stat().st_size
+    # of a weight the bytes that are read and the slice that is made of them
+    assert read < stored + largest // 3 + other
+    # a weight is drawn whole
+    assert drawn < stored + largest + other
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "glm4_moe_lite"])

@@ -6,7 +6,6 @@ import copy
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from ringattn.ring import Ring
 from ringattn.tensor_checks import digest_bits
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAPPED = 2**28  # bytes after which files are closed: what was read of an open one is counted as memory of the process
 DIGESTED = 2**20  # numbers whose digest is made at once: it takes three times their memory
 
 
@@ -85,9 +85,8 @@ def read_slices(folder: Path, plan: WeightPlan, rank: int, device: torch.device)
         raise NotImplementedError(
             f"weights must be plain numbers to be sharded, got quantised ones in {folder}; use whole weights"
         )
-    with ExitStack() as stack:
-        loader = _Loader(plan, rank, device, _Files(folder, stack))
-        loader.load()
+    loader = _Loader(plan, rank, device, _Files(folder))
+    loader.load()
     if loader.missing:
         raise ValueError(
             f"the folder must have all weights of {type(model).__name__}, got {folder} without {len(loader.missing)} of them, such "
@@ -101,28 +100,39 @@ def read_slices(folder: Path, plan: WeightPlan, rank: int, device: torch.device)
 class _Files:
     """The safetensors of a folder, from which parts of tensors are read."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        from safetensors import safe_open
-
+    def __init__(self, folder: Path) -> None:
         index = folder / INDEX
         names = [SINGLE]
         if not (folder / SINGLE).is_file() and index.is_file():
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        self._file_of: dict[str, Any] = {}
-        for name in names:
-            file = stack.enter_context(safe_open(str(folder / name), framework="pt", device="cpu"))
-            self._file_of |= dict.fromkeys(file.keys(), file)
+        self._open: dict[str, Any] = {}
+        self._mapped = 0
+        self._path_of = {key: str(folder / name) for name in names for key in self._file(str(folder / name)).keys()}
+
+    def _file(self, path: str) -> Any:
+        """Return an open file, after the others are closed where MAPPED bytes were read."""
+        from safetensors import safe_open
+
+        if self._mapped > MAPPED:
+            self._open.clear()
+            self._mapped = 0
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt", device="cpu")
+        return self._open[path]
 
     @property
     def keys(self) -> list[str]:
         """All names of tensors, numbers in them in the order of numbers."""
-        return sorted(self._file_of, key=lambda key: [(len(x), x) if x.isdigit() else (0, x) for x in key.split(".")])
+        return sorted(self._path_of, key=lambda key: [(len(x), x) if x.isdigit() else (0, x) for x in key.split(".")])
 
     def read(self, key: str, cut: Slice | None, rank: int) -> Tensor:
         """Return a tensor, or a rank's slice of it, of which only the bytes are read."""
+        file = self._file(self._path_of[key])
         if cut is None:
-            return self._file_of[key].get_tensor(key)
-        source = self._file_of[key].get_slice(key)
+            found = file.get_tensor(key)
+            self._mapped += found.nbytes
+            return found
+        source = file.get_slice(key)
         shape, (first, end) = source.get_shape(), cut.bounds(rank)
         if shape[cut.dim] != cut.parts * cut.columns:
             raise ValueError(
@@ -131,6 +141,7 @@ class _Files:
             )
         before = (slice(None),) * cut.dim
         parts = [source[(*before, slice(at + first, at + end))] for at in range(0, shape[cut.dim], cut.columns)]
+        self._mapped += sum(part.nbytes for part in parts)
         return cut.pad(parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim))
 
 
@@ -216,8 +227,8 @@ class _Loader:
             )
         self.missing.discard(name)
         if isinstance(target, nn.Parameter):
-            # not a view of what was read
-            own = x.to(self._device, self._dtype(name, target), copy=True).contiguous()
+            # not a view of what was read, as whole ones are
+            own = x.to(self._device, self._dtype(name, target), copy=cut is None).contiguous()
             self._placed[id(target)] = nn.Parameter(own, requires_grad=False)
         else:
             target.copy_(x)
