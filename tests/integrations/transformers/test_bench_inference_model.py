@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ringattn.integrations.transformers import cuda_graph_runner
+from ringattn.integrations.transformers.sharded_weights import forwards, shard
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import correctness, inference_model
 from ringattn.sizing.shapes import ModelShape
@@ -61,6 +63,33 @@ def test_every_part_has_its_rows_and_their_numbers_agree(pool, tmp_path: Path) -
     told = [(row["seq_len"], row["who"]) for row in parts["generate"]]
     assert told == [(n, who) for n in (130, 260) for who in ("ringattn", "transformers")]
     assert all(row["ttft_s"] > 0 and row["ms_per_token"] > 0 for row in parts["generate"])
+
+
+def _sharded(out: str, wrong: bool) -> int:
+    def skip_a_sum(shard: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if wrong:
+            patch.setattr(forwards.Exchange, "total", skip_a_sum)
+            patch.setattr(shard.ShardedWeights, "compare", lambda _: "")
+        words = ["--weights", "sharded", "--layers", "5", "--lengths", "130", "--batches", "1"]
+        return _bench(out, *words, "--parts", "first", "token")
+
+
+@pytest.mark.dist
+def test_sharded_weights_are_measured_when_they_answer_as_whole_ones(pool, tmp_path: Path) -> None:
+    assert pool(2, timeout=150.0).run(_sharded, str(tmp_path), True) == [1, 1]
+    assert pool(2, timeout=150.0).run(_sharded, str(tmp_path), False) == [0, 0]
+    first, token, _ = _rows(tmp_path)[1:]
+    shape = dataclasses.replace(SHAPE, layers=5)
+    assert token["weight_bytes"] == shape.decode_weight_bytes(ranks=2, itemsize=4, sharded=True)
+    # embeddings are stored and not read; whole norms and padding to 8 columns are read and not counted
+    assert 0 < first["weights_gib"] * 2**30 - token["weight_bytes"] - 4 * 32 * 61 / 2 < 8000
+    norms = 2 * 32
+    assert first["gathered_gib"] * 2**30 == 2 * 4 * (shape.layer_parameters - norms)
+    assert first["cache_gib"] * 2**30 == 4 * 64 * 5 * 2 * 2 * 16 * 4
+    assert "device_gib" not in first
 
 
 def test_throughput_ends_at_the_latency(tmp_path: Path) -> None:
