@@ -22,7 +22,7 @@ from ringattn.numerics.error_budget import Budget
 from ringattn.training import token_log_probs
 from ringattn.training.log_probs import CHUNK_ELEMENTS
 
-SIZES = {"cuda": (4096, 151936, (8192, 32768, 131072)), "cpu": (16, 61, (20,))}
+SIZES = {"cuda": (4096, 151936, (131072, 32768, 8192)), "cpu": (16, 61, (20,))}
 """Columns, tokens of the vocabulary, rows."""
 CHECKED = 64
 

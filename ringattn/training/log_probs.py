@@ -6,16 +6,21 @@ p = exp(z - lse), the entropy is H = -sum_j p_j ln p_j, and the gradients are
 
     d log p_t / d z_j = [j = t] - p_j        d H / d z_j = -p_j (z_j - lse + H)
 
-Nothing is approximated. Statistics and the gradient of the weight over chunks are fp32, or fp64 for fp64 rows.
+Nothing is approximated. Statistics are fp32, or fp64 for fp64 rows. The forward takes rows with all logits. The backward takes
+blocks of many rows and few columns: gradients of rows are added over columns in fp32, and those of the weight over at most
+131,072 / 32,768 = 4 blocks of rows in its own dtype, in place.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from ringattn.numerics.softmax import online_logsumexp
 
 IGNORED = -100
 """Target of a row that predicts nothing."""
@@ -99,8 +104,13 @@ class _Options(NamedTuple):
     scale: float
     softcap: float
     temperature: float
-    rows: int  # of a chunk
+    elements: int  # logits at a time
     entropy: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether logits are what the product gives."""
+        return self.scale == 1.0 and not self.softcap and self.temperature == 1.0
 
 
 def _apply(
@@ -138,18 +148,18 @@ def _apply(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     rows, head, shift = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
     assert rows is not None
-    options = _Options(scale, softcap, temperature, max(1, chunk_elements // weight.shape[0]), entropy)
+    options = _Options(scale, softcap, temperature, chunk_elements, entropy)
     found: Any = _TokenLogProbs.apply(rows.flatten(0, -2), head, shift, targets.flatten(), options)
     log_probs, entropies = found
     return log_probs.view(targets.shape), entropies.view(targets.shape) if entropy else log_probs
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
-    """Return logits before the temperature divides them, in the dtype of statistics."""
+    """Return logits before the temperature divides them: in the dtype of statistics, but plain ones as the product gives them."""
     logits = torch.nn.functional.linear(rows, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if options.scale != 1.0:
-        logits = logits * options.scale
+    if options.plain:
+        return logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(options.scale)
     return logits.div_(options.softcap).tanh_().mul_(options.softcap) if options.softcap else logits
 
 
@@ -162,15 +172,17 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_probs, lse, entropies = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
-        pieces = (x.split(options.rows) for x in (hidden, targets, log_probs, lse, entropies))
+        rows_at_once = max(1, options.elements // len(weight))
+        pieces = (x.split(rows_at_once) for x in (hidden, targets, log_probs, lse, entropies))
         with torch.autocast(hidden.device.type, enabled=False):
             for rows, wanted, to, row_lse, to_entropy in zip(*pieces, strict=True):
-                logits = _logits(rows, weight, bias, options).div_(options.temperature)
-                torch.logsumexp(logits, -1, out=row_lse)
-                logs, counts = logits.sub_(row_lse[:, None]), wanted != IGNORED
-                to += counts * logs.gather(-1, wanted.clamp(min=0)[:, None])[:, 0]
+                logits, counts = _logits(rows, weight, bias, options), wanted != IGNORED
+                logits = logits if options.temperature == 1.0 else logits.div_(options.temperature)
+                row_lse.copy_(online_logsumexp(logits))
+                to += counts * (logits.gather(-1, wanted.clamp(min=0)[:, None])[:, 0] - row_lse)
                 if options.entropy:
                     # not lse - sum p z, which multiplies the rounding of lse by z
+                    logs = logits.to(dtype).sub_(row_lse[:, None])
                     to_entropy -= counts * logs.exp().mul_(logs).sum(-1)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -183,33 +195,70 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
         options: _Options = ctx.options
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad = torch.zeros_like(lse) if grad is None else grad
+        counts = targets != IGNORED
+        to_target = counts * (torch.zeros_like(lse) if grad is None else grad)
+        to_entropy = None if grad_entropy is None else counts * grad_entropy
         dhidden = torch.empty_like(hidden) if needs_hidden else None
-        dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if needs_weight else None
+        dweight = torch.zeros_like(weight) if needs_weight else None
         dbias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if needs_bias else None
+        rows, columns = _block(len(hidden), len(weight), options.elements)
         with torch.autocast(hidden.device.type, enabled=False):
-            for first in range(0, len(hidden), options.rows):
-                here = slice(first, first + options.rows)
-                logits = _logits(hidden[here], weight, bias, options)
-                slope = 1 - (logits / options.softcap).square_() if options.softcap else None
-                logs = logits.div_(options.temperature).sub_(lse[here, None])
-                counts = targets[here] != IGNORED
-                to_target = (counts * grad[here])[:, None]
-                if grad_entropy is None:
-                    dlogits = logs.exp_().mul_(-to_target)
-                else:
-                    dlogits = logs.exp()
-                    logs.add_(entropies[here, None]).mul_(-(counts * grad_entropy[here])[:, None]).sub_(to_target)
-                    dlogits.mul_(logs)
-                dlogits.scatter_add_(-1, targets[here].clamp(min=0)[:, None], to_target)
-                factor = options.scale / options.temperature
-                dlogits = dlogits if slope is None else dlogits.mul_(slope)
-                lowered = (dlogits if factor == 1.0 else dlogits.mul_(factor)).to(hidden.dtype)
+            for first in range(0, len(hidden), rows):
+                here = slice(first, first + rows)
+                sums = torch.zeros(hidden[here].shape, dtype=lse.dtype, device=hidden.device) if needs_hidden else None
+                for column in range(0, len(weight), columns):
+                    there = slice(column, column + columns)
+                    logits = _logits(hidden[here], weight[there], None if bias is None else bias[there], options)
+                    wanted, back = targets[here] - column, None if to_entropy is None else to_entropy[here]
+                    stats = wanted, lse[here], entropies[here], to_target[here], back
+                    dlogits = _logit_gradients(logits, *stats, options).to(hidden.dtype)
+                    if sums is not None:
+                        sums += dlogits @ weight[there]
+                    if dweight is not None:
+                        dweight[there].addmm_(dlogits.T, hidden[here])
+                    if dbias is not None:
+                        dbias[there] += dlogits.sum(0, dtype=dbias.dtype)
                 if dhidden is not None:
-                    torch.mm(lowered, weight, out=dhidden[here])
-                if dweight is not None:
-                    dweight += lowered.T @ hidden[here]
-                if dbias is not None:
-                    dbias += dlogits.sum(0)
-        ends = ((dweight, weight), (dbias, bias))
-        return dhidden, *(None if x is None else x.to(like.dtype) for x, like in ends), None, None
+                    dhidden[here] = sums
+        return dhidden, dweight, None if dbias is None else dbias.to(bias.dtype), None, None
+
+
+def _block(rows: int, columns: int, elements: int) -> tuple[int, int]:
+    """Return rows and columns of blocks of at most `elements` logits: eight times as many rows, so that few add to the weight.
+
+    Example:
+        >>> _block(131072, 151936, 1 << 27), _block(8192, 151936, 1 << 27), _block(131072, 1000, 1 << 27)
+        ((32768, 4096), (8192, 16384), (32768, 1000))
+    """
+    rows = max(1, min(rows, math.isqrt(8 * elements)))
+    return rows, max(1, min(columns, elements // rows))
+
+
+def _logit_gradients(
+    logits: Tensor,
+    wanted: Tensor,
+    lse: Tensor,
+    entropies: Tensor,
+    to_target: Tensor,
+    to_entropy: Tensor | None,
+    options: _Options,
+) -> Tensor:
+    """Return the gradients of some columns of logits `r c`, which are overwritten; `wanted` counts from the first of them."""
+    inside = (wanted >= 0) & (wanted < logits.shape[1])
+    place = wanted.clamp(0, logits.shape[1] - 1)[:, None]
+    if options.plain and to_entropy is None:
+        at_target = logits.gather(1, place)[:, 0]
+        dlogits = torch.ops.ringattn.online_logsumexp_backward(-to_target, logits, lse, 1, None, "auto")
+        # one rounding: near p = 1 a sum of rounded terms would be far off
+        exact = (to_target * -torch.expm1(at_target - lse)).to(dlogits.dtype)
+        return dlogits.scatter_(1, place, torch.where(inside, exact, dlogits.gather(1, place)[:, 0])[:, None])
+    slope = 1 - (logits / options.softcap).square_() if options.softcap else None
+    logs = logits.to(lse.dtype).div_(options.temperature).sub_(lse[:, None])
+    if to_entropy is None:
+        dlogits = logs.exp_().mul_(-to_target[:, None])
+    else:
+        dlogits = logs.exp()
+        dlogits.mul_(logs.add_(entropies[:, None]).mul_(-to_entropy[:, None]).sub_(to_target[:, None]))
+    dlogits.scatter_add_(1, place, (inside * to_target)[:, None])
+    dlogits.mul_(options.scale / options.temperature)
+    return dlogits if slope is None else dlogits.mul_(slope)

@@ -70,11 +70,10 @@ def chunked_rows(function: Function, x: Tensor, rows: int, parameters: Sequence[
     if flat.shape[-2] <= rows:
         return function(x)
     wanted = [p for p in parameters if p.requires_grad]
-    node = None
+    saved: Any = None
     if torch.is_grad_enabled() and (x.requires_grad or wanted):
-        saved: Any = _SaveRows.apply(torch.empty(0, device=x.device, requires_grad=True), flat)
-        node = saved.grad_fn
-    found: Any = _ChunkedRows.apply(function, rows, node, flat, *wanted)
+        saved = [_SaveRows.apply(torch.empty(0, device=x.device, requires_grad=True), flat)]
+    found: Any = _ChunkedRows.apply(function, rows, saved, flat, *wanted)
     return found.view(*x.shape[:-1], found.shape[-1])
 
 
@@ -101,10 +100,11 @@ class _ChunkedRows(torch.autograd.Function):
     """Rows by chunks."""
 
     @staticmethod
-    def forward(ctx: Any, function: Function, rows: int, node: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        """Return the result of all rows, which `node` has saved."""
-        if node is not None:
-            ctx.function, ctx.rows, ctx.node, ctx.parameters, ctx.state = function, rows, node, parameters, _State(x)
+    def forward(ctx: Any, function: Function, rows: int, saved: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        """Return the result of all rows, which the one result in `saved` has saved."""
+        if saved is not None:
+            # the tensor, without which torch 2.11 frees what its node has saved
+            ctx.function, ctx.rows, ctx.saved, ctx.parameters, ctx.state = function, rows, saved, parameters, _State(x)
         result: Tensor | None = None
         for part, first in _parts(x, rows):
             y = function(part)
@@ -123,13 +123,13 @@ class _ChunkedRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return gradients of x and of the parameters."""
-        if ctx.node is None:
+        if ctx.saved is None:
             raise RuntimeError(
                 "the backward of a module by chunks must run once, got a second time; pass retain_graph=True to the first"
             )
-        (x,) = ctx.node.saved_tensors
+        (x,) = ctx.saved[0].grad_fn.saved_tensors
         if not _keeps_graph():
-            ctx.node = None  # frees the rows
+            ctx.saved = None  # frees the rows
         needs_x = ctx.needs_input_grad[3]
         dx = torch.empty_like(x) if needs_x else None
         sums: list[Tensor | None] = [None] * len(ctx.parameters)
