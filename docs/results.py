@@ -302,6 +302,17 @@ TABLES = (
         ),
     ),
     Table(
+        "Kernels beside rivals of today",
+        "As above, but these contenders took turns with each other. FlashAttention-4 and nvidia-cutlass-dsl as above; "
+        'FlexAttention of torch 2.11 on Triton and, with `BACKEND="FLASH"`, on this FlashAttention-4.',
+        "rivals",
+        PROBLEM,
+        KERNELS,
+        where=has_speed,
+        order=("head_dim",),
+        across=Across(speeds, names=FIGURES.NAMES),
+    ),
+    Table(
         "Masks of several intervals and of blocks",
         "As above; our kernel alone beside FlexAttention on Triton, by plain calls. [The masks](commands.md#bench-kernels).",
         "kernels-unions",
