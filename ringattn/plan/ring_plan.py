@@ -46,7 +46,7 @@ class _MovesRows:
 class RingStep(_MovesRows):
     """Computation of one stationary shard with rows of one moving shard.
 
-    In the moves of processes (`share_moves`) `crossing` is the message that brings rows of another process, and `rows` are rows of it.
+    In the moves of processes (`share_moves`) `crossing` is the message that brings the rows, and `rows` are those of it.
     """
 
     step: int
@@ -330,7 +330,9 @@ def share_moves(plan: RingPlan, hosted: int) -> RingPlan:
         for send in readers:
             ring_step = ring_steps[send.peer][send.step]
             assert ring_step is not None, "rows are sent for a ring step"
-            ring_steps[send.peer][send.step] = replace(ring_step, rows=within(send.rows, crossing.rows), crossing=crossing)
+            ring_steps[send.peer][send.step] = replace(
+                ring_step, rows=within(send.rows, crossing.rows), crossing=crossing
+            )
             sends[source][send.step] = crossing if send is readers[0] else None
     ranks = (
         replace(part, ring_steps=tuple(ring_steps[part.rank]), sends=tuple(sends[part.rank])) for part in plan.ranks

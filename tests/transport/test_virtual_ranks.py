@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring, ring_attention, simulate_ring
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.mask import short_mask
+from ringattn.plan.ring_plan import Rows, make_nodes, make_plan, share_moves
+from ringattn.transport.process_group import ProcessGroupTransport
 from tests.support.pool import Pools
 from tests.support.random_calls import Attention
 from tests.support.ring_calls import assert_bits, attend, simulate
@@ -70,6 +76,72 @@ def test_virtual_ranks_have_nodes(pool: Pools, nodes: int, budget: int) -> None:
     expected = simulate(case, "zigzag", 8, nodes=nodes, memory_budget=budget)
     for found in pool(2).run(attend, case, "zigzag", virtual_size=8, nodes=nodes, memory_budget=budget):
         assert_bits(found, expected, f"{nodes} nodes")
+
+
+def count_received(size: int | None, memory_budget: int = 0, **options: Any) -> list[int]:
+    """KiB that this process receives from others in the forward and in the backward of 512 causal tokens."""
+    sharding = Ring(virtual_size=size, memory_budget=memory_budget).sharding(512)
+    x = torch.randn(3, 1, sharding.shard_len, 4, 32, requires_grad=True)
+    post, found = ProcessGroupTransport.post, [0, 0]
+
+    def count(self: ProcessGroupTransport, sends: Any, receives: Any, what: str) -> Any:
+        found["backward" in what] += sum(message[1].nbytes for message in receives)
+        return post(self, sends, receives, what)
+
+    with patch.object(ProcessGroupTransport, "post", count):
+        ring_attention(*x.unbind(), sharding, causal=True, **options).sum().backward()
+    return [received // 1024 for received in found]
+
+
+def indices(rows: Rows) -> list[int]:
+    return [row for offset, length in rows for row in range(offset, offset + length)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("hosted", "nodes"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_the_first_rank_of_a_process_receives_the_rows_that_any_of_them_needs(
+    layout: str, hosted: int, nodes: int
+) -> None:
+    for window in (None, 2, 9):
+        mask = short_mask(61, causal=True, window=(window, 0))
+        shards = make_shards(layout, 61, 8, mask if layout == "balanced" else None)
+        plan = make_plan(shards, shards, mask, "keys", make_nodes(8, nodes))
+        moves, crossed = share_moves(plan, hosted), dict[tuple[int, int, int], list[int]]()
+        needed: dict[tuple[int, int, int], set[int]] = {}
+        for part in plan.ranks:
+            for step, send in enumerate(part.sends):
+                if send is None or step % part.local_size == 0 or send.peer // hosted == part.rank // hosted:
+                    assert moves.ranks[part.rank].sends[step] == send
+                    continue
+                key = part.rank, step // part.local_size, send.peer // hosted
+                needed.setdefault(key, set()).update(indices(send.rows))
+                ring_step = moves.ranks[send.peer].ring_steps[step]
+                assert ring_step is not None
+                assert ring_step.crossing is not None
+                if (sent := moves.ranks[part.rank].sends[step]) is not None:
+                    assert key not in crossed
+                    assert sent == ring_step.crossing
+                    crossed[key] = indices(sent.rows)
+                assert [crossed[key][row] for row in indices(ring_step.rows)] == indices(send.rows)
+        assert {key: sorted(rows) for key, rows in needed.items()} == crossed
+
+
+@pytest.mark.dist
+def test_rows_cross_between_two_processes_once_for_all_virtual_ranks(pool: Pools) -> None:
+    page = (Path(__file__).parents[2] / "docs/numerics.md").read_text()
+    for size in (None, 2, 4, 8):
+        forward, backward = map(max, zip(*pool(2).run(count_received, size), strict=True))
+        assert f"| {f'{size} virtual ranks' if size else 'plain ring of 2'} | {forward} | {backward} |" in page
+    for processes in (2, 4):
+        plain, steps, fused = (
+            pool(processes).run(count_received, size, budget, backward="keys")
+            for size, budget in ((None, 0), (8, 0), (8, PLENTY))
+        )
+        assert fused == steps
+        for (forward, backward), (expected, _) in zip(steps, plain, strict=True):
+            assert forward == expected
+            # gradients of the rows of a process, from each virtual rank elsewhere that may read them
+            assert backward <= expected + 512 // processes * (8 - 8 // processes)
 
 
 def broadcast_bias(size: int, seq_len: int, shape: tuple[int, ...]) -> Tensor:
