@@ -317,8 +317,6 @@ def share_moves(plan: RingPlan, hosted: int) -> RingPlan:
 
     The first of them that needs rows of a shard receives those that any of them needs, and the others find them there.
     """
-    if hosted == 1:
-        return plan
     ring_steps, sends = [[*part.ring_steps] for part in plan.ranks], [[*part.sends] for part in plan.ranks]
     crossings: dict[tuple[int, int, int], list[Send]] = {}
     for source, part in enumerate(plan.ranks):

@@ -189,6 +189,10 @@ def make_execution_plan(
     has_no_tensors = all(x is None for x in tensors)
     moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
     backward_plan = ring_plan if moving == "keys" else spec.plan(moving, context.nodes)
+
+    def moves_of(plan: RingPlan) -> RankPlan:
+        return (plan if context.hosted == 1 else share_moves(plan, context.hosted)).ranks[context.rank]
+
     fused = [_fuse(spec, q, k, v, tensors, bound, context, backward=backward) for backward in (False, True)]
     at_owner = _expands_at_owner(spec, fused, k, v, context)
     if not at_owner:
@@ -205,14 +209,14 @@ def make_execution_plan(
         tables=tables,
         score=score if has_no_tensors and spec.dropout_p == 0 else None,
         ring_plan=ring_plan,
-        moves=share_moves(ring_plan, context.hosted).ranks[context.rank],
+        moves=moves_of(ring_plan),
         first_step=steps[0] if steps else -1,
         last_step=steps[-1] if steps else -1,
         fused_forward=fused[0],
         fused_backward=fused[1],
         backward_moving=moving,
         backward_plan=backward_plan,
-        backward_moves=share_moves(backward_plan, context.hosted).ranks[context.rank],
+        backward_moves=moves_of(backward_plan),
         backward_tables=tables if moving == "keys" else step_tables(spec, moving, q.device, context.nodes),
         is_short_forward=seconds < SHORT_SECONDS,
         is_short_backward=2.5 * seconds < SHORT_SECONDS,

@@ -343,7 +343,8 @@ class _GradReturn:
         sends = [(to.owner, x) for to in fetches if to.owner not in here for x in _filled(made[to.owner], to)]
         receives = [(one.peer, x) for one in readers if one.peer in received for x in _filled(received[one.peer], one)]
         what = f"{self._what}, gradients of ring step {self._gather_plan.first}"
-        work = self._ranks.post(self._rank, sends, receives, what, made)
+        given = {owner: regions for owner, regions in made.items() if owner in here}
+        work = self._ranks.post(self._rank, sends, receives, what, given)
         work.wait()
         # what a rank of this process has made is read where it lies
         found = [received.get(one.peer) or work.posted.given[one.peer][self._rank] for one in readers]

@@ -81,7 +81,7 @@ def test_virtual_ranks_have_nodes(pool: Pools, nodes: int, budget: int) -> None:
 def count_received(size: int | None, memory_budget: int = 0, **options: Any) -> list[int]:
     """KiB that this process receives from others in the forward and in the backward of 512 causal tokens."""
     sharding = Ring(virtual_size=size, memory_budget=memory_budget).sharding(512)
-    x = torch.randn(3, 1, sharding.shard_len, 4, 32, requires_grad=True)
+    q, k, v = torch.randn(3, 1, sharding.shard_len, 4, 32, requires_grad=True).unbind()
     post, found = ProcessGroupTransport.post, [0, 0]
 
     def count(self: ProcessGroupTransport, sends: Any, receives: Any, what: str) -> Any:
@@ -89,7 +89,7 @@ def count_received(size: int | None, memory_budget: int = 0, **options: Any) -> 
         return post(self, sends, receives, what)
 
     with patch.object(ProcessGroupTransport, "post", count):
-        ring_attention(*x.unbind(), sharding, causal=True, **options).sum().backward()
+        ring_attention(q, k, v, sharding, causal=True, **options).sum().backward()
     return [received // 1024 for received in found]
 
 
