@@ -386,10 +386,7 @@ class Ring:
         The bodies of virtual ranks take turns where they post (`transport/lockstep.py`).
         """
         lockstep = self._lockstep(device)[0]
-        if lockstep is None:
-            return [body(0)]
-        first = self.hosted[0]
-        return lockstep.run(lambda rank: body(rank - first))
+        return [body(0)] if lockstep is None else lockstep.run(body)
 
     def _lockstep(self, device: torch.device) -> tuple[Lockstep | None, tuple[RingContext, ...]]:
         if not self.is_virtual or (len(self.hosted) == 1 and self._choice.name == "copy_engine"):

@@ -2,7 +2,8 @@
 
 At step s rank r computes with the rows of owner (r - s) % world_size, received from the owner directly: every pair
 of ranks communicates once, nothing is forwarded, and rows that r cannot see are not sent. The rows of step s + 1 are
-in flight while step s is computed; two receive buffers alternate.
+in flight while step s is computed; two receive buffers alternate. Where a process hosts several ranks, one of them
+receives the rows of an owner elsewhere for all of them (`share_moves`), in a buffer that lasts until the last one has read it.
 In a double ring (Note [Double ring] in ring_plan.py) the remote shard of node step o + 1 is in flight during all
 inner steps of node step o, over a transport of its own, so that inner posts never queue behind the slow link. The
 gradient sums of a node for a remote shard leave after its last inner contribution, and arrive by node step o + 2.

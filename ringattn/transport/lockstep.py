@@ -2,9 +2,10 @@
 
 A process hosts some ranks of a ring, or all of them (`simulate_ring`). Each has a thread, and hands over to the next one where it
 posts. A post starts when all ranks of the process have made it: messages among them are copied, and those to other processes are
-one post of the transport beneath. So kernels and interpreters that are not thread-safe see one caller, and the order of messages
-between two processes follows from the plan alone. With `poison` messages are delivered at the wait, and buffers hold NaN until
-then, so that a rank that reads too early or writes too late gets NaN.
+one post of the transport beneath. A gather is such a post, in which a row comes once for all ranks of the process. So kernels and
+interpreters that are not thread-safe see one caller, and the order of messages between two processes follows from the plan alone.
+With `poison` messages are delivered at the wait, and buffers hold NaN until then, so that a rank that reads too early or writes too
+late gets NaN.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ class Lockstep:
         self._ended: list[int] = []
 
     def run(self, body: Callable[[int], T]) -> list[T]:
-        """Run body once per hosted rank, in turns, and return the results in rank order; raise the first exception."""
+        """Run body with the index of each hosted rank, in turns, and return the results in order; raise the first exception."""
         if len(self.ranks) == 1:
-            return [body(self.ranks[0])]
+            return [body(0)]
         self._failed = None
         self._handed_in.clear()
         self._ended.clear()
@@ -98,7 +99,7 @@ class Lockstep:
             with self._turn:
                 try:
                     with torch.cuda.stream(stream), torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                        results[rank] = body(rank)
+                        results[rank] = body(rank - self.ranks[0])
                 except BaseException as caught:  # the caller's thread raises it
                     error = caught
                 self._end(rank, error)
@@ -272,8 +273,7 @@ class LockstepTransport(Transport):
         ready_flags = self.saved_ready_flags(gather_plan, groups)
         saved = remote.clone() if keep else None
         d = k.shape[-1]
-        handle = _Handle(remote, remote[..., :d], remote[..., d:], saved, table, ready_flags)
-        handle.poison = self.ranks.poison
+        handle = _Handle(remote, remote[..., :d], remote[..., d:], saved, table, ready_flags, self.ranks.poison)
         if grad_return is not None:
             assert isinstance(grad_return, _GradReturn), "gradients are returned in the same ring"
             grad_return.begin()
@@ -289,11 +289,12 @@ class LockstepTransport(Transport):
     def grad_return(  # noqa: D102
         self, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool = False
     ) -> _GradReturn:
-        return _GradReturn(self.ranks, self.rank, shape, gather_plan, what, biased=biased)
+        return _GradReturn(self, shape, gather_plan, what, biased=biased)
 
 
+@dataclass(eq=False)
 class _Handle(KVGatherHandle):
-    poison: bool = False
+    poison: bool
 
     def close(self) -> None:
         if not self.poison:
@@ -306,28 +307,20 @@ class _Handle(KVGatherHandle):
 
 class _GradReturn:
     def __init__(
-        self,
-        ranks: Lockstep,
-        rank: int,
-        shape: tuple[int, int, int],
-        gather_plan: GatherPlan,
-        what: str,
-        *,
-        biased: bool,
+        self, end: LockstepTransport, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool
     ) -> None:
-        b, hk, width = shape
-        self._ranks, self._rank, self._gather_plan, self._what = ranks, rank, gather_plan, what
+        (b, hk, width), make = shape, end.ranks.make
+        self._ranks, self._rank, self._gather_plan, self._what = end.ranks, end.rank, gather_plan, what
         self.rows = gather_plan.slot_rows
         self.handle: _Handle | None = None
         self._begun = False
         self._read: list[Tensor] = []
         sides = len(gather_plan.recvs) + 1
-        self._contributions = ranks.make((sides, b, self.rows, hk, width), torch.float32)
-        self.local_grads = self._contributions[0]
-        self.addresses = _addresses(self._contributions)
-        self._biases = ranks.make((sides, b, hk, self.rows), torch.float32) if biased else None
-        self.local_bias_grads = None if self._biases is None else self._biases[0]
-        self.bias_addresses = None if self._biases is None else _addresses(self._biases)
+        shapes = [(b, self.rows, hk, width), *([(b, hk, self.rows)] if biased else [])]
+        self._regions = [make((sides, *one), torch.float32) for one in shapes]
+        self.local_grads, self.local_bias_grads = self._regions[0][0], self._regions[1][0] if biased else None
+        self.addresses = _addresses(self._regions[0])
+        self.bias_addresses = _addresses(self._regions[1]) if biased else None
 
     def begin(self) -> None:
         self._begun = True
@@ -336,20 +329,20 @@ class _GradReturn:
         assert self._begun, "a return of gradients begins before its backward"
         if self.handle is not None:
             self.handle.close()
-        regions = [self._contributions] if self._biases is None else [self._contributions, self._biases]
+        regions = self._regions
         here, fetches, readers = self._ranks.ranks, self._gather_plan.recvs, self._gather_plan.sends
         made = {fetch.owner: [x[i] for x in regions] for i, fetch in enumerate(fetches, 1)}
         received = {one.peer: [torch.empty_like(x[0]) for x in regions] for one in readers if one.peer not in here}
         sends = [(to.owner, x) for to in fetches if to.owner not in here for x in _filled(made[to.owner], to)]
         receives = [(one.peer, x) for one in readers if one.peer in received for x in _filled(received[one.peer], one)]
         what = f"{self._what}, gradients of ring step {self._gather_plan.first}"
-        given = {owner: regions for owner, regions in made.items() if owner in here}
+        given = {owner: parts for owner, parts in made.items() if owner in here}
         work = self._ranks.post(self._rank, sends, receives, what, given)
         work.wait()
         # what a rank of this process has made is read where it lies
         found = [received.get(one.peer) or work.posted.given[one.peer][self._rank] for one in readers]
         self._read = [x[0] for x in regions] + [x for parts in found for x in parts]
-        return [parts[0] for parts in found], [] if self._biases is None else [parts[1] for parts in found]
+        return [parts[0] for parts in found], [parts[1] for parts in found if len(parts) > 1]
 
     def close(self) -> None:
         if self._ranks.poison:

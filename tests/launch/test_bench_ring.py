@@ -72,6 +72,7 @@ def _bench_with_others(out: str) -> int:
     baselines.Peers.prepare = peer
     words = ["--schedules", "fused", "stepwise", "process_group", "--tokens", "24", "--rounds", "1", "--device", "cpu"]
     words += ["--peers", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn", "--no-graphs", "--out", out]
+    words += ["--virtual-size", "4"]
     return bench.main(["ring", *TINY, *words])
 
 
@@ -83,8 +84,9 @@ def test_rings_and_peers_take_turns_and_a_wrong_one_has_no_speed(pool, tmp_path:
     finally:
         workers.close(kill=True)  # what was patched there ends with them
     rows = {row["who"]: row for row in json.loads((tmp_path / "ring.json").read_text())["rows"]}
-    assert list(rows) == ["stepwise", "gloo", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"]
-    assert [who for who, row in rows.items() if "forward_ms" in row] == ["stepwise", "gloo", "torch_cp_allgather"]
+    assert list(rows) == ["stepwise", "gloo", "virtual_4", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"]
+    timed = [who for who, row in rows.items() if "forward_ms" in row]
+    assert timed == ["stepwise", "gloo", "virtual_4", "torch_cp_allgather"]
     assert rows["torch_cp_alltoall"]["refused"].startswith("wrong answer: differs from ours in o by ")
     assert rows["ring_flash_attn"]["refused"] == "not installed"
     assert (rows["gloo"]["ours"], rows["torch_cp_allgather"]["ours"]) == (True, False)
