@@ -304,7 +304,8 @@ TABLES = (
     Table(
         "Kernels beside rivals of today",
         "As above, but these contenders took turns with each other. FlashAttention-4 and nvidia-cutlass-dsl as above; "
-        'FlexAttention of torch 2.11 on Triton and, with `BACKEND="FLASH"`, on this FlashAttention-4.',
+        'FlexAttention of torch 2.11 on Triton and, with `BACKEND="FLASH"`, on this FlashAttention-4. In this run torch '
+        "refused to repeat a backward of FlexAttention, so there is none.",
         "rivals",
         PROBLEM,
         KERNELS,
