@@ -210,14 +210,14 @@ class _TokenLogProbs(torch.autograd.Function):
                     there = slice(column, column + columns)
                     logits = _logits(hidden[here], weight[there], None if bias is None else bias[there], options)
                     wanted, back = targets[here] - column, None if to_entropy is None else to_entropy[here]
-                    stats = wanted, lse[here], entropies[here], to_target[here], back
-                    dlogits = _logit_gradients(logits, *stats, options).to(hidden.dtype)
+                    stats = lse[here], entropies[here], to_target[here]
+                    dlogits = _logit_gradients(logits, wanted, *stats, back, options).to(hidden.dtype)
                     if sums is not None:
                         sums += dlogits @ weight[there]
                     if dweight is not None:
                         dweight[there].addmm_(dlogits.T, hidden[here])
                     if dbias is not None:
-                        dbias[there] += dlogits.sum(0, dtype=dbias.dtype)
+                        dbias[there] += dlogits.sum(0, dtype=lse.dtype)
                 if dhidden is not None:
                     dhidden[here] = sums
         return dhidden, dweight, None if dbias is None else dbias.to(bias.dtype), None, None
