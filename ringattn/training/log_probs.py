@@ -200,7 +200,7 @@ class _TokenLogProbs(torch.autograd.Function):
         to_entropy = None if grad_entropy is None else counts * grad_entropy
         dhidden = torch.empty_like(hidden) if needs_hidden else None
         dweight = torch.zeros_like(weight) if needs_weight else None
-        dbias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if needs_bias else None
+        dbias = torch.zeros(len(weight), dtype=lse.dtype, device=weight.device) if needs_bias else None
         rows, columns = _block(len(hidden), len(weight), options.elements)
         with torch.autocast(hidden.device.type, enabled=False):
             for first in range(0, len(hidden), rows):
@@ -218,9 +218,9 @@ class _TokenLogProbs(torch.autograd.Function):
                         dweight[there].addmm_(dlogits.T, hidden[here])
                     if dbias is not None:
                         dbias[there] += dlogits.sum(0, dtype=lse.dtype)
-                if dhidden is not None:
+                if dhidden is not None and sums is not None:
                     dhidden[here] = sums
-        return dhidden, dweight, None if dbias is None else dbias.to(bias.dtype), None, None
+        return dhidden, dweight, None if dbias is None else dbias.to(hidden.dtype), None, None
 
 
 def _block(rows: int, columns: int, elements: int) -> tuple[int, int]:

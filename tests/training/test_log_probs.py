@@ -85,7 +85,7 @@ def test_cross_entropy_by_chunks_is_cross_entropy(softcap, chunk_elements):
         assert (mine - exact).abs().max() <= 2 * (one - exact).abs().max() + band
 
 
-def test_bf16_rows_have_statistics_in_fp32_and_a_weight_gradient_added_in_fp32():
+def test_bf16_rows_have_statistics_in_fp32_and_gradients_within_rounding():
     hidden, weight, _, targets = inputs(torch.bfloat16)
     found = token_log_probs(hidden, weight, targets, chunk_elements=VOCAB)
     assert found.dtype == torch.float32
@@ -95,6 +95,14 @@ def test_bf16_rows_have_statistics_in_fp32_and_a_weight_gradient_added_in_fp32()
     mine, theirs = (torch.autograd.grad(x.sum(), weight)[0].double() for x in (found, expected))
     assert mine.dtype == torch.float64
     assert (mine - theirs).norm() <= 2**-7 * theirs.norm()
+
+
+def test_the_gradient_of_a_nearly_certain_token_keeps_its_digits():
+    hidden = torch.tensor([[8.0, 0, 0, 0]], dtype=torch.bfloat16, requires_grad=True)
+    token_log_probs(hidden, torch.eye(4, dtype=torch.bfloat16), torch.tensor([0])).sum().backward()
+    expected = torch.tensor([[1.0, 0, 0, 0]]) - hidden.detach().double().softmax(-1)  # 0.001, where p rounds to 1
+    assert hidden.grad is not None
+    assert ((hidden.grad - expected) / expected).abs().max() <= 2**-8
 
 
 def test_autocast_gives_the_products_of_a_model_and_gradients_in_the_dtype_of_parameters():

@@ -81,9 +81,8 @@ def quantized_steps(folder: str) -> list[float]:
         ids = torch.randint(3, 60, (2, 21), generator=torch.Generator().manual_seed(step))
         loss = model(**shard_batch({"input_ids": ids, "labels": ids}, ring)).loss
         loss.backward()
-        for parameter in (p for p in model.parameters() if p.requires_grad and ring.world_size > 1):
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= ring.world_size
+        for gradient in [p.grad for p in model.parameters() if p.grad is not None and ring.world_size > 1]:
+            dist.all_reduce(gradient.div_(ring.world_size))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(
@@ -95,7 +94,12 @@ def quantized_steps(folder: str) -> list[float]:
 @pytest.mark.dist
 def test_adapters_of_a_quantized_model_train_as_on_one_process(pool: Pools, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path)
     alone = quantized_steps(str(tmp_path))
     assert alone[0] != pytest.approx(alone[2], abs=1e-3)
