@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import ringattn
 from ringattn.launch.train.model import Mlp, Transformer
 from ringattn.sizing.shapes import ModelShape
-from ringattn.training import checkpoint_layers_, chunk_rows_, chunked_rows, offload, save_memory_
+from ringattn.training import checkpoint_layers_, chunk_rows_, chunked_rows, offload, row_chunks, save_memory_
 from ringattn.training.offload import Copier, Offloader
 
 TOKENS = 48
@@ -234,6 +235,24 @@ def test_chunks_have_the_values_and_gradients_of_the_whole(rows: int) -> None:
         found = run(lambda model, how=recompute: save_memory_(model, recompute=how, mlp_rows=rows), torch.float64)
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_are_held_by_a_tensor_until_the_backward(monkeypatch) -> None:
+    """On torch 2.11 a node frees what it has saved when the tensors that it made are gone."""
+    made: list[weakref.ref[Tensor]] = []
+    apply = row_chunks._SaveRows.apply
+
+    def record(*inputs: Any) -> Any:
+        result = apply(*inputs)
+        made.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(row_chunks._SaveRows, "apply", record)
+    loss = chunked_rows(torch.exp, torch.ones(1, 6, 2, requires_grad=True), 2).sum()
+    assert made[0]() is not None
+    loss.backward()
+    del loss
+    assert made[0]() is None
 
 
 def test_gradients_of_parameters_do_not_lose_digits_to_the_number_of_chunks() -> None:
