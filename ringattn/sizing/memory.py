@@ -7,8 +7,8 @@ Note [Peak of a training step]
     FSDP unit, gathered until the backward ends); two gathered layers, the gradient of one in bf16 and its fp32 copy to reduce; and
     the activations of one layer: six tensors of the MLP's width (gate, up, their product and gradients) and `STREAMS` of the
     model's (inputs, norms and gradients). Of layers whose checkpoints wait in host memory two are on the device: the one at work,
-    and the one that is copied. At the loss a rank holds no layer, but the gradient of the head in fp32, its cast, and a chunk of
-    logits in fp32 and bf16; without chunks all logits, in bf16 and fp32, and both gradients.
+    and the one that is copied. At the loss a rank holds no layer, but the gradient of the head, a chunk of logits and their
+    gradient in bf16; without chunks all logits, in bf16 and fp32, and both gradients.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ ON_DEVICE = 2
 """Layers whose checkpoints are on the device where they wait in host memory."""
 CHUNK_ELEMENTS = 1 << 27
 """Logits at a time of a chunked loss; that of `ringattn.training.log_probs`."""
-CHUNKED_LOGIT_BYTES = 6
-"""Bytes of a logit of a chunk: fp32, and bf16 before or after."""
+CHUNKED_LOGIT_BYTES = 4
+"""Bytes of a logit of a chunk: bf16, and its gradient."""
 WHOLE_LOGIT_BYTES = 12
 """Bytes of a logit where all exist, with their gradients."""
 
@@ -223,8 +223,9 @@ def training_memory(
     ends = replace(begins, gradients=4 * per_rank, activations=activations / held)
     logits = WHOLE_LOGIT_BYTES * tokens * shape.vocab_size
     if savings.chunked_loss:
-        # the gradient of the head over chunks is fp32, and is cast
-        logits = CHUNKED_LOGIT_BYTES * min(CHUNK_ELEMENTS, tokens * shape.vocab_size) + (4 + 2) * head
+        # and fp32 sums of gradients of a block's rows
+        rows = min(tokens, math.isqrt(8 * CHUNK_ELEMENTS))
+        logits = CHUNKED_LOGIT_BYTES * min(CHUNK_ELEMENTS, tokens * shape.vocab_size) + 2 * head + 6 * rows * shape.dim
     loss = replace(begins, gradients=0.0, working=(2 * shape.root_parameters + logits) / tp + LOSS_STREAMS * stream)
     return max(begins, ends, loss, key=lambda memory: memory.total)
 
