@@ -20,8 +20,8 @@ FORWARD_BYTES = (20, 48, 10)
 """Bytes of elementwise kernels of a layer's forward, per row and column of the stream, of q and k, and of the MLP."""
 BACKWARD_BYTES = (44, 60, 18)
 """The same of its backward."""
-LOSS_BYTES = 52
-"""Bytes per row and logit: two passes over the logits in fp32, one of which makes their gradient."""
+LOSS_BYTES = 18
+"""Bytes per row and logit: two passes over logits in bf16, one of which writes their gradient, and sums of gradients of rows."""
 OPTIMIZER_BYTES = 32
 """Bytes per parameter of AdamW in fp32, and of clipping."""
 COMPILED = 0.4

@@ -24,6 +24,9 @@ ONE_SLOT_SINCE = "2026-11-22T08:01"
 """Rings of before 5567b57 had two send buffers."""
 COMMUNICATOR = 0.21 * 2**30
 """Bytes of the NCCL communicator that a ring of four process-group ranks makes; plans have it in their reserve."""
+FP32_LOGITS_BEFORE = "2026-11-29T03:40"
+"""Steps until then made passes over logits in fp32: `MORE_LOSS_BYTES` per row and logit."""
+MORE_LOSS_BYTES = 34
 WHOLE_MLP_BEFORE = "2026-11-22T01"
 """The bench of models of before ran SwiGLU over all rows at once."""
 
@@ -121,7 +124,10 @@ def _model(file: str, machine: Row, row: Row, profile: Profile) -> Iterator[Pred
     call, rows = _causal(tokens, world_size, shape), tokens // world_size
     name = f"{world_size} GPUs, {row['layers']} layers, {tokens} tokens"
     time = training_step(shape, rows, [(call, shape.layers)], profile, shards=world_size, gpus_per_node=8)
-    yield Prediction(file, f"{name}, step", "model", "s", time.total, row["step_s"])
+    more = (
+        (machine["date"] < FP32_LOGITS_BEFORE) * MORE_LOSS_BYTES * rows * shape.vocab_size / profile.memory_gbps / 1e9
+    )
+    yield Prediction(file, f"{name}, step", "model", "s", time.total + more, row["step_s"])
     memory = training_memory(
         shape,
         rows,
