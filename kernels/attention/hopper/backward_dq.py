@@ -10,7 +10,8 @@ A program takes tiles of 128 rows of one query head, a consumer warpgroup 64 of 
     dQ += dS K       dS from registers
 
 Q and dO lie in shared memory for the whole tile; one producer warp streams K and V. The two warpgroups do not meet: while one
-computes exponentials, the products of the other keep the tensor cores busy.
+computes exponentials, the products of the other keep the tensor cores busy. Under LATE each issues dQ of a block behind S and dP of
+the next, so that its own products run beneath its exponentials, too.
 In a fused call the step of a segment says whether its rows are in the local or the remote buffer (Note [Sources] of
 tile_scheduler.py). All of the remote buffer is there when this kernel runs; where another kernel waited for it in vain, `error`
 is set and every result is NaN.
@@ -18,7 +19,7 @@ Named barriers: V_EMPTY + stage, K_EMPTY + stage, ROWS_EMPTY: both warpgroups ha
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 from collections import namedtuple
 
 import triton
@@ -39,7 +40,7 @@ HALF = gl.constexpr(64)  # rows of a warpgroup
 Inputs = namedtuple("Inputs", "q do k v k_remote v_remote lse delta lse_sb lse_sh delta_sb delta_sh board epochs")
 Outputs = namedtuple("Outputs", "dq dalibi error part dalibi_part dq_sb dq_ss dq_sh dalibi_sb dalibi_sh")
 Memory = namedtuple("Memory", "q do k v q_full do_full k_full v_full")
-Config = namedtuple("Config", "D D_WIDTH DV BLOCK K_STAGES V_STAGES SOFTCAP ADD UNIT")
+Config = namedtuple("Config", "D D_WIDTH DV BLOCK K_STAGES V_STAGES LATE SOFTCAP ADD UNIT")
 
 
 @gluon.jit
@@ -95,10 +96,13 @@ def _produce(plan, src, mem, c):
 
 @gluon.jit
 def _step(
-    W: gl.constexpr, dq, dalibi, count, lse2, delta, q_pos, low, high, y, origin, stride, slope, key_bias, score, mem, c,
-    MASKED: gl.constexpr, WANT_ALIBI: gl.constexpr,
+    W: gl.constexpr, dq, before, began, dalibi, count, lse2, delta, q_pos, low, high, y, origin, stride, slope, key_bias, score,
+    mem, c, MASKED: gl.constexpr, WANT_ALIBI: gl.constexpr,
 ):  # fmt: skip
-    """Adds what a block of keys, rows `y` onwards of the buffer, sends to the 64 queries of a warpgroup."""
+    """Adds what a block of keys, rows `y` onwards of the buffer, sends to the 64 queries of a warpgroup: (dq, ds, dalibi).
+
+    Under LATE it adds `before`, the ds of the block before, instead. `began`: number of the first block of the tile.
+    """
     V_PANELS: gl.constexpr = c.DV // mem.do.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BLOCK, 16])
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
@@ -125,7 +129,12 @@ def _step(
     bias = zero
     if key_bias is not None:
         bias = gl.load(key_bias + x, mask=x < score.keys, other=0.0) * hp.LOG2E
-    s = warpgroup_mma_wait(V_PANELS, deps=[s_token])
+    if c.LATE:
+        # before the first block of a tile it adds ds of 0
+        dq_tokens = _begin_dq(gl.maximum(count - 1, began), before, dq, mem, c)
+        s = warpgroup_mma_wait(V_PANELS + len(dq), deps=[s_token])
+    else:
+        s = warpgroup_mma_wait(V_PANELS, deps=[s_token])
 
     s = s * score.scale
     tanh = s
@@ -144,7 +153,10 @@ def _step(
         visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
         p = gl.where(visible, p, 0.0)
 
-    dp = warpgroup_mma_wait(0, deps=[dp_token])
+    if c.LATE:
+        # this wait is over: a branch, past which the compiler moves no exponentials
+        mbarrier.wait(mem.k_full.index(k_stage), (count // c.K_STAGES) & 1)
+    dp = warpgroup_mma_wait(len(dq) if c.LATE else 0, deps=[dp_token])
     hp.arrive(V_EMPTY + v_stage, 288)
     ds = p * (dp - gl.expand_dims(delta, 1))
     if WANT_ALIBI:
@@ -153,9 +165,30 @@ def _step(
         dalibi -= gl.sum(ds * gl.abs(here - gl.expand_dims(origin + stride * x, 0)).to(gl.float32), 1)
     if c.SOFTCAP:
         ds = ds * (1.0 - tanh * tanh)
-    dq = hp.wait_for_sums(hp.begin_sums(hp.operand_of(ds.to(mem.k.dtype), mem.k), k, dq))
-    hp.arrive(K_EMPTY + k_stage, 288)
-    return dq, dalibi
+    ds = ds.to(mem.k.dtype)
+    if c.LATE:
+        ds = hp.packed(ds)
+        # as above: what makes ds stays before the wait, too
+        mbarrier.wait(mem.k_full.index(k_stage), (count // c.K_STAGES) & 1)
+        dq = hp.wait_for_sums(dq_tokens)
+        if count > began:
+            hp.arrive(K_EMPTY + (count - 1) % c.K_STAGES, 288)
+    else:
+        dq = _end_dq(count, ds, dq, mem, c)
+    return dq, ds, dalibi
+
+
+@gluon.jit
+def _begin_dq(count, ds, dq, mem, c):
+    k = hp.panels_of(mem.k, count % c.K_STAGES, len(dq))
+    return hp.begin_sums(hp.operand_of(ds, mem.k), k, dq)
+
+
+@gluon.jit
+def _end_dq(count, ds, dq, mem, c):
+    dq = hp.wait_for_sums(_begin_dq(count, ds, dq, mem, c))
+    hp.arrive(K_EMPTY + count % c.K_STAGES, 288)
+    return dq
 
 
 @gluon.jit
@@ -190,6 +223,10 @@ def _consume(W: gl.constexpr, plan, src, out, score, mem, c):
             bias = score.key_bias + b64 * score.key_bias_sb
         dq = hp.zero_sums(mem.k, c.D // mem.k.shape[4])
         dalibi = gl.zeros([HALF], gl.float32, of_s)
+        ds = gl.zeros([HALF, c.BLOCK], mem.k.dtype, s_layout)
+        if c.LATE:
+            ds = hp.packed(ds)
+        began = count
 
         mbarrier.wait(mem.q_full.index(W), (at - first) & 1)
         mbarrier.wait(mem.do_full.index(W), (at - first) & 1)
@@ -206,9 +243,9 @@ def _consume(W: gl.constexpr, plan, src, out, score, mem, c):
             if score.local_rows is not None:
                 of_source = bias + hp.rows_ahead(segments, i, score.local_rows)
             for _j in range(blocks):
-                dq, dalibi = _step(
-                    W, dq, dalibi, count, lse2, delta, q_pos, low, high, y, origin, stride, slope, of_source, score, mem, c, True,
-                    WANT_ALIBI,
+                dq, ds, dalibi = _step(
+                    W, dq, ds, began, dalibi, count, lse2, delta, q_pos, low, high, y, origin, stride, slope, of_source, score,
+                    mem, c, True, WANT_ALIBI,
                 )  # fmt: skip
                 y += c.BLOCK
                 count += 1
@@ -218,13 +255,16 @@ def _consume(W: gl.constexpr, plan, src, out, score, mem, c):
             if score.local_rows is not None:
                 of_source = bias + hp.rows_ahead(segments, i, score.local_rows)
             for _j in range(blocks):
-                dq, dalibi = _step(
-                    W, dq, dalibi, count, lse2, delta, q_pos, x, x, y, origin, stride, slope, of_source, score, mem, c, False,
-                    WANT_ALIBI,
+                dq, ds, dalibi = _step(
+                    W, dq, ds, began, dalibi, count, lse2, delta, q_pos, x, x, y, origin, stride, slope, of_source, score,
+                    mem, c, False, WANT_ALIBI,
                 )  # fmt: skip
                 y += c.BLOCK
                 count += 1
         hp.arrive(ROWS_EMPTY, 288)
+        if c.LATE:
+            if count > began:
+                dq = _end_dq(count - 1, ds, dq, mem, c)
         if out.error is not None:
             health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
             dq = hp.scaled(dq, health)
@@ -274,7 +314,7 @@ def backward_dq_kernel(
     dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
     dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, local_rows, epochs, lo_st, hi_st, softmax_scale, scale, cap,
     SOFTCAP: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
-    gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, LATE: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """Make dq and dalibi of the tiles of this program.
@@ -310,7 +350,7 @@ def backward_dq_kernel(
             softmax_scale, keys=t,
         ),
         Memory(q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full),
-        Config(D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES, SOFTCAP, ADD, UNIT),
+        Config(D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES, LATE, SOFTCAP, ADD, UNIT),
     )  # fmt: skip
 
 

@@ -82,11 +82,13 @@ class DqConfig:
         block: Keys per step.
         k_stages: Blocks of K in flight.
         v_stages: Blocks of V in flight.
+        late: dq of a block is made beneath the exponentials of the next; takes three stages of K.
     """
 
     block: int
     k_stages: int
     v_stages: int
+    late: bool = False
 
 
 BUCKETS = (64, 128, 256)  # columns of a head in one piece
@@ -156,11 +158,14 @@ def choose_dkv(
     return _DKV[dims][0 if dot_only and whole else 1]
 
 
-def choose_dq(columns: int, extras: int) -> DqConfig:
+def choose_dq(columns: int, v_columns: int, extras: int) -> DqConfig:
     """The configuration of a launch that makes dq alone.
 
     Scores with a soft cap or terms of their own hold more numbers per pair: smaller blocks keep them in registers.
     """
+    if columns == 192 and v_columns <= 128 and not extras:
+        return DqConfig(64, 3, 3, late=True)
+    columns = max(columns, v_columns)
     if columns <= 64:
         return DqConfig(64, 3, 3) if extras else DqConfig(128, 3, 3)
     if columns <= 128:

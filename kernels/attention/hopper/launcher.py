@@ -74,7 +74,7 @@ class BoundCall:
             want_dq: configs.choose_dkv(d, dv, self.is_plain, self.extras, want_dq=want_dq) for want_dq in (False, True)
         }
         self.dq = configs.choose_dq(
-            max(configs.columns_of(d, configs.PANELS), configs.columns_of(dv, configs.PANELS)), self.extras
+            configs.columns_of(d, configs.PANELS), configs.columns_of(dv, configs.PANELS), self.extras
         )
 
     def needs_pair(self, wants_extra_grads: bool) -> bool:
@@ -448,6 +448,7 @@ def launch_dq(bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals 
         {
             "SOFTCAP": score.softcap > 0, "ADD": add, "UNIT": unit, "D": columns[0], "D_WIDTH": d,
             "DV": columns[1], "BLOCK": config.block, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages,
+            "LATE": config.late,
         },
         num_warps=4,
         maxnreg=168,

@@ -147,6 +147,18 @@ def test_every_launch_fits_and_keeps_its_loops_in_registers(name: str):
 
 
 @pytest.mark.compiled
+def test_exponentials_run_beneath_a_late_dq():
+    found = compile_or_say(Call("backward", 192, 128))
+    assert not isinstance(found, str), found
+    (schedules,) = (report.schedule for report in found if report.name == "backward_dq_kernel")
+    for schedule in schedules:
+        last_product = max(i for i, event in enumerate(schedule) if "HGMMA" in event)
+        end = schedule.index("wait for products, 0x0 left")
+        exponentials = [i for i, event in enumerate(schedule) if "EX2" in event]
+        assert last_product < min(exponentials) <= max(exponentials) < end, schedule
+
+
+@pytest.mark.compiled
 @pytest.mark.parametrize("features", [(), FEATURES], ids=["plain", "every_feature"])
 @pytest.mark.parametrize("head_dim", BUCKETS)
 def test_waiting_for_rows_costs_the_loops_nothing(head_dim: int, features: tuple[str, ...]):
