@@ -1113,6 +1113,17 @@ def warpgroup_mma(
     return result
 
 
+def mma_v2(a: Any, b: Any, acc: Any, **_: Any) -> Tensor:
+    """A product of registers."""
+    _point("mma")
+    (m, k), (k2, n) = a.shape, b.shape
+    if a.dtype != b.dtype or k != k2 or list(acc.shape) != [m, n] or m % 16 or k % 16 or n % 8:
+        raise EmulationError(
+            f"mma does not do {a.dtype}{a.shape} x {b.dtype}{b.shape} + {list(acc.shape)} at {_where()}"
+        )
+    return Tensor(acc.value() + a.value().float() @ b.value().float(), tl.float32, acc.layout)
+
+
 def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
     _point("wgmma wait")
     me = _me()
@@ -1455,6 +1466,24 @@ def _finite_numbers(match: re.Match[str], args: Sequence[Any], dtype: Any) -> An
     upper = x.t.view(torch.uint8).to(torch.int16) << 8
     found = (upper & -0x8000) | ((upper >> 4) & 0x07F0)
     return Tensor(found.view(torch.bfloat16) * 2.0**120, dtype, x.layout)
+
+
+def _bytes_of_pairs(x: Tensor) -> torch.Tensor:
+    """The bytes of each two neighbouring int16 of a row, `... 4`."""
+    return x.t.to(torch.int16).contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+
+
+@assembly(r"\{ \.reg \.b16 a, b; mov\.b32 \{a, b\}, \$1; cvt\.rn\.f16x2\.e4m3x2 \$0, (?P<half>a|b); \}")
+def _numbers_of_half(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
+    half = _bytes_of_pairs(args[0]).chunk(2, -1)[match["half"] == "b"]
+    return Tensor(half.contiguous().view(torch.float8_e4m3fn).to(torch.float16).flatten(-2), dtype, args[0].layout)
+
+
+@assembly(r"prmt\.b32 \$0, \$1, 0, 0x3120;")
+def _sorted_bytes(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
+    del match
+    found = _bytes_of_pairs(args[0])[..., [0, 2, 1, 3]].contiguous().flatten(-2)
+    return Tensor(found.view(torch.int16), dtype, args[0].layout)
 
 
 def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any) -> Any:
@@ -2083,7 +2112,8 @@ def _modules() -> dict[str, types.ModuleType]:
             "fence_async_shared": fence_async_shared,
         },
     )
-    nvidia = _module(f"{root}.language.nvidia", {"hopper": hopper})
+    ampere = _module(f"{root}.language.nvidia.ampere", {"mma_v2": mma_v2})
+    nvidia = _module(f"{root}.language.nvidia", {"ampere": ampere, "hopper": hopper})
     core = _module(f"{root}.language._core", {"builtin": builtin, "_unwrap_if_constexpr": _plain})
     functions = {
         "exp2": torch.exp2, "exp": torch.exp, "log2": torch.log2, "log": torch.log, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
@@ -2181,7 +2211,7 @@ def _modules() -> dict[str, types.ModuleType]:
             "nvidia": _module(f"{root}.nvidia", {"hopper": host}),
         },
     )
-    everything = [gluon, gl, nvidia, hopper, barrier, tma, core, gluon.nvidia, host]
+    everything = [gluon, gl, nvidia, ampere, hopper, barrier, tma, core, gluon.nvidia, host]
     return {module.__name__: module for module in everything}
 
 
