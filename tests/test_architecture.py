@@ -139,7 +139,13 @@ def _needs_triton(module: str) -> bool:
     """Whether importing a module may need Triton."""
     if _within(module, *DECISIONS):
         return False
-    kernels = ("attention.portable", "attention.hopper", "decode.latent_hopper", "runtime.bound_launch")
+    kernels = (
+        "attention.portable",
+        "attention.hopper",
+        "decode.latent_hopper",
+        "decode.paged_hopper",
+        "runtime.bound_launch",
+    )
     return _within(module, *(f"ringattn.kernels.{name}" for name in kernels)) or (
         _within(module, "ringattn.kernels") and module.endswith("_triton") and not module.endswith("optional_triton")
     )
@@ -159,7 +165,8 @@ def test_what_is_decided_about_hopper_launches_needs_no_triton():
 
 def test_gluon_is_known_to_the_hopper_kernels_only():
     for module in MODULES:
-        if not _within(module, "ringattn.kernels.attention.hopper", "ringattn.kernels.decode.latent_hopper"):
+        hopper = ("attention.hopper", "decode.latent_hopper", "decode.paged_hopper")
+        if not _within(module, *(f"ringattn.kernels.{name}" for name in hopper)):
             names = imports(module, MODULES[module])
             assert not [name for name in names if _within(name, "triton.experimental", "triton._C")], module
 

@@ -58,6 +58,9 @@ LATENT = 0
 LATENT_HOPPER = DecodeConfig(64, 9, 2, 1)
 """Of latents in 16 and 8 bits on sm90: the tiles of latent_hopper.py, which knows no other."""
 
+PAGED_HOPPER = {1: DecodeConfig(64, 1, 2, 4), 2: DecodeConfig(64, 1, 3, 2)}
+"""By bytes per element, of up to FEW_ROWS rows on sm90: the tiles of paged_hopper.py."""
+
 # (kind of device, bytes per element of the pool, padded head_dim or LATENT) -> for FEW_ROWS, for more, for more than MANY_ROWS
 _TABLE: dict[tuple[str, int, int], tuple[DecodeConfig, ...]] = {
     # 227 KiB of shared memory

@@ -116,6 +116,7 @@ class _Request:
     page_size: int
     explicit: bool
     latent: bool
+    rows: int
 
 
 def num_splits(
@@ -138,10 +139,13 @@ def num_splits(
     from ringattn.kernels.attention.portable.configs import kind_of
 
     kind, rows = kind_of(device), s * h // hk
-    if latent and kind == "sm90" and kv_dtype.itemsize <= 2 and page_size % 64 == 0:
+    size, hopper = kv_dtype.itemsize, kind == "sm90" and page_size % 64 == 0
+    if hopper and latent and size <= 2:
         config = decode_configs.LATENT_HOPPER
+    elif hopper and not latent and size <= 2 and rows <= decode_configs.FEW_ROWS and head_dim <= 128:
+        config = decode_configs.PAGED_HOPPER[size]
     else:
-        config = decode_configs.choose(kind, kv_dtype.itemsize, head_dim, rows, latent=latent)
+        config = decode_configs.choose(kind, size, head_dim, rows, latent=latent)
     sms = decode_configs.multiprocessors(device)
     return decode_configs.splits(b, s, h, hk, blocks, page_size, sms, config, same_length=same_length)
 
@@ -199,8 +203,8 @@ def plan_splits(call: DecodeCall, splits: int, *, impl: str = "auto") -> Tensor 
 
 def _kernel_of(call: DecodeCall, impl: str) -> ModuleType:
     q, k, v = call[:3]
-    dims = q.shape[-1], v.shape[-1], k.shape[-2]
-    return select_decode_kernel(q.device, q.dtype, k.dtype, *dims, impl=impl, latent=call.latent).kernels
+    dims, rows = (q.shape[-1], v.shape[-1], k.shape[-2]), q.shape[1] * q.shape[2] // k.shape[1]
+    return select_decode_kernel(q.device, q.dtype, k.dtype, *dims, impl=impl, latent=call.latent, rows=rows).kernels
 
 
 def check_decode(call: DecodeCall, parts: Tensor) -> None:
@@ -268,20 +272,34 @@ def _expect_shape(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dty
     _expect(dtype in (None, x.dtype), f"{name} must be {dtype}", str(x.dtype))
 
 
-def _hopper(request: _Request) -> tuple[bool, str]:
-    r, d = request.v_head_dim, request.head_dim
-    why_not = check_dtype(request.dtype, "float16", "bfloat16")
-    if why_not is not None:
+def _paged_hopper(request: _Request) -> tuple[bool, str]:
+    if (why_not := _obstacle_to_hopper(request)) is not None:
         return False, why_not
-    if request.kv_dtype not in (request.dtype, FP8):
-        return False, f"k must have q's dtype or {FP8}, got {request.kv_dtype}"
+    if request.head_dim not in (64, 128) or request.v_head_dim not in (64, 128):
+        return False, f"head_dim and v_head_dim must be 64 or 128, got {request.head_dim} and {request.v_head_dim}"
+    if request.rows > decode_configs.FEW_ROWS:
+        return False, f"a key head must have at most {decode_configs.FEW_ROWS} rows of queries, got {request.rows}"
+    return check_hopper(request.device)
+
+
+def _obstacle_to_hopper(request: _Request) -> str | None:
+    why_not = check_dtype(request.dtype, "float16", "bfloat16")
+    if why_not is None and request.kv_dtype not in (request.dtype, FP8):
+        why_not = f"k must have q's dtype or {FP8}, got {request.kv_dtype}"
+    if why_not is None and request.page_size % 64:
+        why_not = f"page_size must be a multiple of 64, got {request.page_size}"
+    return why_not
+
+
+def _latent_hopper(request: _Request) -> tuple[bool, str]:
+    r, d = request.v_head_dim, request.head_dim
+    if (why_not := _obstacle_to_hopper(request)) is not None:
+        return False, why_not
     unit = 16 // request.kv_dtype.itemsize
     if r not in (128, 256, 512) or not r <= d <= r + 64 or d % unit:
         return False, (
             f"latents must have 128, 256 or 512 columns and up to 64 rotary ones, in multiples of {unit}, got {r} of {d}"
         )
-    if request.page_size % 64:
-        return False, f"page_size must be a multiple of 64, got {request.page_size}"
     return check_hopper(request.device)
 
 
@@ -313,8 +331,9 @@ def _eager(request: _Request) -> tuple[bool, str]:
     return why_not is None, why_not or "plain torch serves any device, head_dim and page_size"
 
 
-_TABLE = (Candidate("portable", "decode.decode_triton", _portable), Candidate("eager", "decode.eager", _eager))
-_LATENT_TABLE = (Candidate("hopper", "decode.latent_hopper", _hopper), *_TABLE)
+_ANYWHERE = (Candidate("portable", "decode.decode_triton", _portable), Candidate("eager", "decode.eager", _eager))
+_TABLE = (Candidate("hopper", "decode.paged_hopper", _paged_hopper), *_ANYWHERE)
+_LATENT_TABLE = (Candidate("hopper", "decode.latent_hopper", _latent_hopper), *_ANYWHERE)
 
 
 @functools.lru_cache
@@ -328,12 +347,14 @@ def select_decode_kernel(
     *,
     impl: str = "auto",
     latent: bool = False,
+    rows: int = 1,
 ) -> SelectedKernels[ModuleType]:
     """Return the fastest decode kernel that serves a call, or the one that is asked for: a module with `decode` and `plan_splits`.
 
     Args:
         impl: "auto", or the name of a kernel, which then serves or is refused, never replaced.
         latent: Whether v is the first v_head_dim columns of k (Note [Latents]).
+        rows: Query rows of a request that share a key head: new tokens times heads of a group.
 
     Example:
         >>> print(select_decode_kernel(torch.device("cpu"), torch.float32, torch.float32, 64, 64, 16, impl="eager"))
@@ -343,5 +364,5 @@ def select_decode_kernel(
     names = [row.name for row in table]
     if impl not in ("auto", *names):
         raise ValueError(f'impl must be "auto" or one of {", ".join(names)}, got "{impl}"; use "auto"')
-    request = _Request(device, dtype, kv_dtype, head_dim, v_head_dim, page_size, impl != "auto", latent)
+    request = _Request(device, dtype, kv_dtype, head_dim, v_head_dim, page_size, impl != "auto", latent, rows)
     return select("decode kernel", table, request, impl, "cast q to a supported dtype")

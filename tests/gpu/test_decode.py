@@ -14,6 +14,7 @@ from ringattn.kernels.interface import Score
 from tests.support.decoding import (
     CASES,
     HOPPER_LATENTS,
+    HOPPER_PAGES,
     Case,
     Scene,
     are_same,
@@ -77,10 +78,13 @@ def hopper_ends() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "case",
-    [*HOPPER_LATENTS, *LONG_LATENTS, *(replace(case, fp8=True) for case in (*HOPPER_LATENTS, *LONG_LATENTS))],
+    [
+        *HOPPER_LATENTS, *LONG_LATENTS, *HOPPER_PAGES, replace(HOPPER_PAGES[0], lengths=(9000, 100), head_dim=128, tokens=4),
+        *(replace(case, fp8=not case.fp8) for case in (*HOPPER_LATENTS, *LONG_LATENTS, *HOPPER_PAGES)),
+    ],
     ids=str,
-)
-def test_latents_on_hopper_stay_within_budget(case: Case, dtype: torch.dtype) -> None:
+)  # fmt: skip
+def test_hopper_stays_within_budget(case: Case, dtype: torch.dtype) -> None:
     scene = make_scene(case, dtype).to(DEVICE)
     parts = run(scene, case.splits, "hopper")
     assert_exact(scene, parts)
@@ -107,20 +111,31 @@ def test_two_bytes_are_two_numbers(how: str) -> None:
 
 
 def test_a_gpu_is_served_by_portable() -> None:
-    assert select_decode_kernel(DEVICE, torch.bfloat16, FP8, 128, 128, 64).name == "portable"
+    assert select_decode_kernel(DEVICE, torch.bfloat16, FP8, 128, 128, 32).name == "portable"
     splits = num_splits(1, 1, 32, 8, 4096, 64, DEVICE)
     assert 1 < splits <= 4096
 
 
-@pytest.mark.parametrize("kind", ["portable", "fp8", pytest.param("latents", marks=needs_hopper)])
+@pytest.mark.parametrize(
+    "kind", ["portable", "fp8", *(pytest.param(kind, marks=needs_hopper) for kind in ("hopper", "latents"))]
+)
 def test_a_graph_serves_what_is_written_into_its_tables_later(kind: str) -> None:
     """Captured with one token a request; replayed with other lengths, an empty request, other bounds and other pages."""
     base = Case(
-        lengths=(40, 40, 40), tokens=2, heads=8, kv_heads=2, head_dim=64, page_size=16, fp8=kind == "fp8", mine=1.0
+        lengths=(40, 40, 40),
+        tokens=2,
+        heads=8,
+        kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        fp8=kind in ("fp8", "hopper"),
+        mine=1.0,
     )
     impl = "portable"
     if kind == "latents":
         impl, base = "hopper", replace(base, latent=True, kv_heads=1, head_dim=160, v_head_dim=128, page_size=64)
+    if kind == "hopper":
+        impl, base = "hopper", replace(base, page_size=64)
     columns, pages, splits = 300, 600, 9
     scene = make_scene(base, torch.bfloat16).to(DEVICE)
     pools = {name: getattr(scene, name) for name in ("k", "v", "k_scale", "v_scale")}

@@ -286,6 +286,16 @@ HOPPER_LATENTS = (
 )
 """Cases that the Hopper kernel serves: whole tiles of 64 rows."""
 
+_FEW = Case(lengths=(300, 0, 40), fp8=True, heads=8, kv_heads=2, head_dim=64, page_size=64, ragged=0.4)
+HOPPER_PAGES = (
+    _FEW,
+    replace(_FEW, lengths=(700,), head_dim=128, page_size=128, mine=1.0, splits=2, ragged=0.8),
+    replace(_FEW, lengths=(130,), tokens=3, causal=False, softcap=5.0, alibi=True),
+    replace(_FEW, lengths=(200, 300), tokens=2, heads=6, wild=True, page_size=256),
+    replace(_FEW, lengths=(900, 60), head_dim=128, v_head_dim=64, tokens=2, window=70, splits=5),
+)
+"""Cases that the Hopper kernel of pages serves: up to 16 rows of queries, and whole tiles of 64 rows of keys."""
+
 CASES = (
     Case(),
     Case(lengths=(90, 0, 33, 7), tokens=2),

@@ -21,6 +21,7 @@ _DTYPES = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int16: gl.int16,
 }
 
 

@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
 
 from ringattn.kernels.decode import configs as decode_configs  # noqa: E402
-from ringattn.kernels.decode import decode_triton, latent_hopper  # noqa: E402
+from ringattn.kernels.decode import decode_triton, latent_hopper, paged_hopper  # noqa: E402
 from ringattn.kernels.decode.configs import DecodeConfig  # noqa: E402
 from tests.kernels.compile import offline, sass  # noqa: E402
 from tests.kernels.compile.gluon_offline import captured, report  # noqa: E402
@@ -161,6 +161,34 @@ def test_the_hopper_kernel_of_latents_keeps_its_loops_in_registers(case: Case, f
     assert [products for products, _ in found.loops] == [products] * 2, str(found)
     if fp8:
         assert set(_places_of_fp8_panels(launches[-1][1].asm["ptx"], scene.v.shape[-1] // 2)) == {True}
+
+
+@pytest.mark.parametrize(
+    ("fp8", "tokens"),
+    [(True, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((False, 1), (True, 4), (False, 4)))],
+)
+def test_a_warp_reads_a_page_as_the_first_operand(fp8: bool, tokens: int) -> None:
+    case = Case(lengths=(300,), heads=32, kv_heads=8, head_dim=128, page_size=64, tokens=tokens, fp8=fp8)
+    scene, config = make_scene(case, torch.bfloat16), decode_configs.PAGED_HOPPER[1 if fp8 else 2]
+    with captured() as launches:
+        paged_hopper.decode(scene.call(), empty_parts(scene, 3))
+    _, kernel, _ = launches[-1]
+    notes = sass.assemble(kernel.asm["ptx"])
+    loop = max(sass.loops_with_products(sass.disassemble(kernel.asm["cubin"])), key=lambda loop: len(loop.body))
+    assert config.per_sm * (kernel.metadata.shared + 1024) <= SHARED[90] + 1024, kernel.metadata.shared
+    # 16 rows spill a little on Triton 3.7
+    assert loop.spills <= (16 if tokens > 1 else 0), notes
+    counts = {name: sum(name in line for line in loop.body) for name in ("HMMA", "UNPACK_B", "LDSM", "UTMALDG")}
+    # 16 x 16 numbers of a tile and 8 rows of queries in a product, 512 bytes in a load, two numbers in a conversion
+    numbers = 2 * KEYS * 128
+    assert counts == {
+        "HMMA": numbers // 256 * (2 if tokens > 1 else 1),
+        "UNPACK_B": numbers // 64 if fp8 else 0,
+        "LDSM": numbers * (1 if fp8 else 2) // 512,
+        "UTMALDG": 4,
+    }, counts
+    # of four warps that share a tile: 548 each in fp8. A third is skipped: edges, and pages that are not full
+    assert len(loop.body) <= (1220 if tokens == 1 else 1600), len(loop.body)
 
 
 def _places_of_fp8_panels(ptx: str, half: int) -> list[bool]:

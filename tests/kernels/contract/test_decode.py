@@ -172,10 +172,27 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     select_decode_kernel.cache_clear()
 
 
-def test_a_gpu_is_served_by_portable_and_the_choice_says_why(gpu: types.ModuleType) -> None:
-    choice = select_decode_kernel(GPU, torch.bfloat16, FP8, 128, 64, 64)
-    assert choice.kernels is gpu
-    assert str(choice) == "portable: CUDA device of compute capability 9.0"
+@pytest.mark.parametrize(
+    ("dims", "rows", "why"),
+    [
+        ((128, 64, 64), 16, None),
+        ((96, 96, 64), 1, "head_dim and v_head_dim must be 64 or 128, got 96 and 96"),
+        ((128, 128, 32), 1, "page_size must be a multiple of 64, got 32"),
+        ((128, 128, 64), 17, "a key head must have at most 16 rows of queries, got 17"),
+    ],
+)
+def test_few_rows_of_pages_are_served_by_hopper_and_the_choice_says_why(
+    gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int, int], rows: int, why: str | None
+) -> None:
+    hopper = types.ModuleType("ringattn.kernels.decode.paged_hopper")
+    monkeypatch.setitem(sys.modules, hopper.__name__, hopper)
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.6.0"))
+    choice = select_decode_kernel(GPU, torch.bfloat16, FP8, *dims, rows=rows)
+    assert choice.kernels is (hopper if why is None else gpu)
+    reason = "hopper: compute capability 9.0 and triton 3.6.0"
+    assert str(choice) == (
+        reason if why is None else f"portable: CUDA device of compute capability 9.0; not hopper: {why}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,16 +237,16 @@ def test_what_portable_refuses_falls_to_eager_with_a_reason(
 ) -> None:
     choice = select_decode_kernel(GPU, dtype, dtype, *dims)
     assert choice.kernels is decode_eager
-    assert choice.rejected == (("portable", why),)
+    assert choice.rejected[-1] == ("portable", why)
     assert str(choice).endswith(f"not portable: {why}")
     with pytest.raises(NotImplementedError, match=f'impl="portable" cannot serve .*{why}; use impl="eager"'):
         select_decode_kernel(GPU, dtype, dtype, *dims, impl="portable")
 
 
 def test_unknown_kernels_and_dtypes_are_refused() -> None:
-    with pytest.raises(ValueError, match='impl must be "auto" or one of portable, eager, got "cuda"'):
+    with pytest.raises(ValueError, match='impl must be "auto" or one of hopper, portable, eager, got "cuda"'):
         select_decode_kernel(CPU, torch.float32, torch.float32, 64, 64, 16, impl="cuda")
-    with pytest.raises(NotImplementedError, match="no decode kernel serves this call: portable: dtype must be"):
+    with pytest.raises(NotImplementedError, match=r"no decode kernel serves this call: .*portable: dtype must be"):
         select_decode_kernel(CPU, torch.int32, torch.int32, 64, 64, 16)
 
 
@@ -248,6 +265,17 @@ def test_a_share_is_neither_too_small_nor_more_than_its_part_of_the_device() -> 
     # a long request among 63 short ones still gets a program of every multiprocessor
     assert splits(64, 1, 32, 8, 16384) * 8 > 132 - 8
     assert num_splits(1, 1, 32, 8, 16384, 64, CPU) == 1
+
+
+def test_splits_follow_the_kernel_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = importlib.import_module("ringattn.kernels.attention.portable.configs")
+    monkeypatch.setattr(kinds, "kind_of", lambda device: "sm90")
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 132)
+    for page_size, s in ((64, 1), (32, 1), (64, 5)):
+        few = page_size == 64 and s * 4 <= decode_configs.FEW_ROWS
+        config = decode_configs.PAGED_HOPPER[1] if few else decode_configs.choose("sm90", 1, 128, s * 4)
+        expected = decode_configs.splits(1, s, 32, 8, 4096, page_size, 132, config)
+        assert num_splits(1, s, 32, 8, 4096, page_size, GPU, kv_dtype=FP8) == expected
 
 
 def test_parts_are_acc_then_m_then_l() -> None:
