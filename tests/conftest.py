@@ -27,6 +27,9 @@ def pool() -> Iterator[Pools]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker("dist")
     thin(items)
 
 

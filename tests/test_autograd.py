@@ -51,7 +51,6 @@ def opcheck() -> None:
     torch.library.opcheck(torch.ops.ringattn.forward.default, (q, k, v, *rest))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_operator_passes_opcheck(pool: Pools, world_size: int) -> None:
     pool(world_size).run(opcheck)
@@ -77,7 +76,6 @@ def compiled_equals_eager() -> None:
         torch.testing.assert_close(found, results[0])
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_compiling_a_block_with_the_ring_in_one_graph_changes_nothing(pool: Pools, world_size: int) -> None:
     pool(world_size).run(compiled_equals_eager)

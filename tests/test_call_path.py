@@ -9,7 +9,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 
 import ringattn
@@ -93,7 +92,6 @@ def test_a_call_on_one_rank_goes_through_few_files() -> None:
     assert_short(ways_of_ring(), ONE_RANK)
 
 
-@pytest.mark.dist
 def test_a_call_on_two_ranks_goes_through_few_files(pool: Pools) -> None:
     for ways in pool(2).run(ways_of_ring):
         assert_short(ways, TWO_RANKS)

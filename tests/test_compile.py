@@ -114,14 +114,12 @@ def compile_unshard(layout: str) -> tuple[Results, Results]:
     return [x for one in found for x in one], 2 * expected
 
 
-@pytest.mark.dist
 def test_whole_rows_are_part_of_a_compiled_graph_and_their_gradients_are_returned(pool: Pools) -> None:
     for layout in ("zigzag", "striped"):
         for found, expected in pool(2, 240).run(compile_unshard, layout):
             assert_close(found, expected)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("backend", "options", "count", "sinks", "documents", "world_size"),
     [
@@ -168,7 +166,6 @@ def cross_attention_and_lse() -> int:
         return counter.frame_count
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_cross_attention_with_lse_in_the_loss_compiles(pool: Pools, world_size: int) -> None:
     assert pool(world_size, 200).run(cross_attention_and_lse) == [1] * world_size
@@ -316,7 +313,6 @@ def fsdp_with_compiled_blocks(compiled: bool) -> tuple[Results, int]:
         return results, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.dist
 def test_fsdp_with_compiled_blocks_equals_fsdp(pool: Pools) -> None:
     expected = pool(2, 200).run(fsdp_with_compiled_blocks, False)
     found = pool(2, 200).run(fsdp_with_compiled_blocks, True)

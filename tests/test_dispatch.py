@@ -173,7 +173,6 @@ def refused_again() -> list[str]:
     return said
 
 
-@pytest.mark.dist
 def test_every_rank_refuses_at_first_sight_and_at_each_later_wrong_call(pool: Pools) -> None:
     for said in pool(2).run(refused_again):
         assert [bool(text) for text in said] == [False, True, True, False, True]

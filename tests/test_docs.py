@@ -87,7 +87,6 @@ def test_code_on_a_page_prints_the_output_shown(page: str) -> None:
             assert printed == (shown or "")
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("page", ON_RANKS)
 def test_code_for_two_ranks_prints_the_output_shown(page: str, pool: Pools) -> None:
     for title, code, shown in blocks(page):

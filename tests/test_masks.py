@@ -126,7 +126,6 @@ def differ(masks_by_rank):
     return ""
 
 
-@pytest.mark.dist
 def test_ranks_with_other_masks_are_named(pool):
     for found in pool(2).run(differ, [STREAMING, masks.causal() & (masks.sinks(2) | masks.window(5))]):
         assert "window" in found

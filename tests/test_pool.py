@@ -18,8 +18,6 @@ from torch import Tensor
 from tests.support.pool import RankError
 from tests.support.timing import assert_quick
 
-pytestmark = pytest.mark.dist
-
 
 @dataclass
 class Message:

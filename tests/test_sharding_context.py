@@ -226,6 +226,5 @@ def checkpoint_on_ranks() -> None:
     torch.testing.assert_close(x.grad, expected)
 
 
-@pytest.mark.dist
 def test_checkpoints_on_ranks(pool: Pools) -> None:
     pool(2).run(checkpoint_on_ranks)

@@ -58,7 +58,6 @@ def judge(history: History, by_rank: list[list[Answer]]) -> None:
             assert_within_budget(o, exact[index][layer], rounded[index][layer], what, history.sizes.dtype)
 
 
-@pytest.mark.dist
 @SIZES
 @pytest.mark.parametrize("comm_mode", ["keys", "queries"])
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -73,7 +72,6 @@ def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, c
             judge(history, pool(world_size).run(play_on_ring, history))
 
 
-@pytest.mark.dist
 @SIZES
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_attention_over_pages_in_place_equals_attention_over_copies(pool: Pools, world_size: int, sizes: Sizes) -> None:
@@ -84,7 +82,6 @@ def test_attention_over_pages_in_place_equals_attention_over_copies(pool: Pools,
             judge(history, pool(world_size).run(play_on_ring, history))
 
 
-@pytest.mark.dist
 @SIZES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype, sizes: Sizes) -> None:
@@ -94,7 +91,6 @@ def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype, sizes: Sizes) -> 
         judge(history, pool(2).run(play_on_ring, history))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -173,7 +169,6 @@ def histories(draw: st.DrawFn) -> History:
     )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", WORLDS)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories())
@@ -331,7 +326,6 @@ def ask_and_train() -> Tensor:
     return v.grad.sum()
 
 
-@pytest.mark.dist
 def test_a_ring_used_in_inference_mode_can_train_later(pool: Pools) -> None:
     # each row of values adds 1 to a row of every query head
     assert float(sum(pool(2).run(ask_and_train))) == pytest.approx(TOKENS * 4 * 16)
@@ -398,7 +392,6 @@ def refuse_together(fault: str) -> str:
     return "nothing"
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -439,7 +432,6 @@ def count_comparisons() -> list[int]:
     return found
 
 
-@pytest.mark.dist
 def test_ranks_compare_once_per_chunk_and_seldom_per_token(pool: Pools) -> None:
     for found in pool(2).run(count_comparisons):
         first, second, third, *decoded = found
@@ -464,7 +456,6 @@ def whole_prompt(world_size: int) -> tuple[Tensor, Tensor]:
     return o, ring_attention(q, k, v, step.sharding, causal=True)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_whole_prompt_is_the_forward_of_training_to_the_bit(pool: Pools, world_size: int) -> None:
     for o, expected in pool(world_size).run(whole_prompt, world_size):
@@ -492,7 +483,6 @@ def announce(reserve: int) -> tuple[list[int], int]:
     return said, largest
 
 
-@pytest.mark.dist
 def test_the_first_chunk_reserves_buffers_for_the_whole_request(pool: Pools) -> None:
     for said, largest in pool(4).run(announce, 1000):
         # twice for each chunk: ahead, and what the forward itself needs, which is never more than what was first
@@ -517,7 +507,6 @@ def order_of_events() -> list[str]:
     return events
 
 
-@pytest.mark.dist
 def test_queries_are_under_way_while_pages_are_copied(pool: Pools) -> None:
     for events in pool(4).run(order_of_events):
         queries, partials = ([f"{what} ring step {i}" for i in (1, 2, 3)] for what in ("queries for", "partials of"))
@@ -535,7 +524,6 @@ def what_moves(new: int) -> tuple[str, ...]:
     return step.comm_modes
 
 
-@pytest.mark.dist
 def test_queries_move_while_they_are_fewer_bytes(pool: Pools) -> None:
     # a key row is 64 bytes, a query row and its partial 4 x (32 + 72): queries move below 2 new tokens in 13
     assert pool(4).run(what_moves, 100) == [("queries",)] * 4
@@ -567,7 +555,6 @@ def test_auto_chooses_the_faster_kv_access() -> None:
     assert not is_paged_faster([64], [100_000], **sizes | fewer)
 
 
-@pytest.mark.dist
 def test_few_rows_of_one_rank_attend_to_all_pages_in_place(pool: Pools) -> None:
     assert pool(4).run(what_is_read) == [(("queries",), ("pages",))] * 4
 
@@ -637,7 +624,6 @@ def play_on_nodes(history: History) -> list[Answer]:
     return play(history, Ring(nodes=2), "cpu")
 
 
-@pytest.mark.dist
 def test_rings_of_two_levels_are_right(pool: Pools) -> None:
     for sizes, comm_mode in itertools.product((Sizes(), LATENT), ("keys", "queries")):
         for ops in (CHUNKS, CROWD, PACKED):
@@ -667,7 +653,6 @@ def test_non_finite_values_do_not_reach_other_requests(
     assert all(map(torch.equal, healthy, found))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("comm_mode", "kv_access"), [("keys", "copies"), ("queries", "copies"), ("queries", "pages")])
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_non_finite_values_do_not_reach_other_requests_on_ranks(
@@ -731,7 +716,6 @@ def decode_trees(mask: masks.Mask, dtype: torch.dtype, device: str = "cpu") -> l
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.float64)])
 def test_trees_of_speculative_tokens_see_their_prefix_and_ancestors(
     pool: Pools, world_size: int, dtype: torch.dtype
@@ -760,7 +744,6 @@ def prefill_in_chunks(mask: masks.Mask, comm_mode: str, mode: Any) -> list[tuple
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("comm_mode", ["keys", "queries"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_prefill_in_chunks_takes_any_mask_that_sees_no_later_chunk(

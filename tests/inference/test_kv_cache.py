@@ -830,7 +830,6 @@ def _least(refusing: bool) -> int | str:
         return str(error)
 
 
-@pytest.mark.dist
 def test_the_least_number_is_that_of_all_ranks(pool: Pools) -> None:
     assert Ring().all_reduce_min(3) == 3
     assert pool(3).run(_least, False) == [5, 5, 5]
@@ -839,7 +838,6 @@ def test_the_least_number_is_that_of_all_ranks(pool: Pools) -> None:
     assert there == "no"
 
 
-@pytest.mark.dist
 def test_caches_that_differ_are_refused_on_every_rank(pool: Pools) -> None:
     for text in pool(2).run(_differing, "pages"):
         assert "a cache of keys and values must be the same on all ranks" in text
@@ -934,7 +932,6 @@ def _call_wrongly(kind: str) -> list[str]:
     return said
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", WRONG)
 def test_wrong_calls_of_one_rank_are_errors_on_all(pool: Pools, kind: str) -> None:
     for refused, after in pool(2).run(_call_wrongly, kind):
@@ -967,7 +964,6 @@ def _go_on_after_a_refusal(same_step: bool, same_request: bool) -> list[str]:
     return said
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("same_step", "same_request"), [(True, True), (False, True), (False, False)])
 def test_ranks_compare_again_after_a_refusal(pool: Pools, same_step: bool, same_request: bool) -> None:
     """One of them came to the comparison and the other one did not, so they remembered different steps and words."""
@@ -997,7 +993,6 @@ def _ask_for_room(who: set[int]) -> list[int]:
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("who", [{0}, {0, 1}])
 def test_a_full_cache_is_an_answer_that_programs_may_ask_for(pool: Pools, who: set[int]) -> None:
     """By one rank that plans for all of them, or on all ranks before each step: neither an error nor a message more."""
@@ -1031,7 +1026,6 @@ def _probe_alike() -> list[str]:
     return said
 
 
-@pytest.mark.dist
 def test_a_full_cache_on_all_ranks_fails_no_later_call(pool: Pools) -> None:
     assert pool(2).run(_probe_alike) == [[""] * 21] * 2
 
@@ -1096,7 +1090,6 @@ def _run_program(seed: int) -> int:
     return failed
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "seed"), [(2, 0), (2, 1), (3, 2), (3, 3)])
 def test_programs_continue_after_errors_of_single_ranks(pool: Pools, world_size: int, seed: int) -> None:
     """Prefill, decoding, attention, probes on all ranks and questions of one: results are right, and nobody waits for a rank."""

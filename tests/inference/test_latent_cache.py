@@ -44,7 +44,6 @@ def rows_of(step: ForwardBatch, **changes: Any) -> dict[str, Any]:
     return draw(step.rows, step.batch) | changes
 
 
-@pytest.mark.dist
 def test_histories_are_right_on_three_ranks(pool: Pools) -> None:
     named = OPTIONS["everything"]
     for ops, moves in ((CHUNKS, {}), (CROWD, {"comm_mode": "queries"}), (PACKED, {"kv_access": "pages"}), (PADDED, {})):
@@ -58,7 +57,6 @@ def play_in_pieces(history: History, rows: int) -> list[Answer]:
         return play_on_ring(history)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("comm_mode", ["keys", "queries"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_rows_are_expanded_in_pieces_of_any_size(pool: Pools, world_size: int, comm_mode: str) -> None:
@@ -97,7 +95,6 @@ def compare_with_training() -> tuple[Tensor, Tensor]:
     return o, latent_attention(**whole, sharding=step.sharding, causal=True)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_whole_prompt_is_the_forward_of_training_to_the_bit(pool: Pools, world_size: int) -> None:
     for o, expected in pool(world_size).run(compare_with_training):
@@ -124,7 +121,6 @@ def largest_messages(comm_mode: str) -> int:
     return largest
 
 
-@pytest.mark.dist
 def test_only_latents_travel_as_keys(pool: Pools) -> None:
     # 100 stored rows on each of two ranks; expanded they would be 4 heads of 22 numbers
     found = pool(2).run(largest_messages, "keys")
@@ -142,7 +138,6 @@ def what_moves(new: int, kv_access: str = "auto") -> tuple[tuple[str, ...], tupl
     return step.comm_modes, step.kv_accesses
 
 
-@pytest.mark.dist
 def test_queries_move_while_they_cost_less_than_keys(pool: Pools) -> None:
     # a key is 80 bytes and 2 * 4 * (12 * 20 + 10 * 16) = 3200 FLOP / 1700; a row and its partial 4 * (48 + 48) bytes: N / T < 0.21
     assert pool(2).run(what_moves, 220) == [(("queries",), ("copies",))] * 2
@@ -346,6 +341,5 @@ def differ() -> str:
     return str(error.value)
 
 
-@pytest.mark.dist
 def test_weights_that_differ_between_ranks_are_an_error_on_every_rank(pool: Pools) -> None:
     assert all("attend" in said for said in pool(2).run(differ))

@@ -72,7 +72,6 @@ HISTORIES = {
 }
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", HISTORIES)
 def test_every_number_of_processes_gives_the_bits_of_a_process_per_rank(pool: Pools, name: str) -> None:
     history = HISTORIES[name]
@@ -81,7 +80,6 @@ def test_every_number_of_processes_gives_the_bits_of_a_process_per_rank(pool: Po
         assert_bits(pool(processes).run(play_virtual, history), expected, f"{name} on {processes} processes")
 
 
-@pytest.mark.dist
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories())
 def test_any_history_has_the_same_bits_on_one_and_two_processes(pool: Pools, history: History) -> None:
@@ -91,7 +89,6 @@ def test_any_history_has_the_same_bits_on_one_and_two_processes(pool: Pools, his
     assert_bits(pool(2).run(play_virtual, history), [play_virtual(history)], history)
 
 
-@pytest.mark.dist
 def test_virtual_ranks_of_nodes_and_with_a_memory_budget_have_the_same_bits(pool: Pools) -> None:
     for of_ring, comm_mode in (({"nodes": 2}, "keys"), ({"nodes": 2}, "queries"), ({"memory_budget": 2**30}, "keys")):
         history = History(Sizes(), CROWD, comm_mode=comm_mode, **EVERYTHING)
@@ -133,7 +130,6 @@ def search_beams(kv_dtype: torch.dtype | None, virtual_size: int | None) -> list
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 def test_beams_that_take_each_others_places_have_the_same_bits(pool: Pools, kv_dtype: torch.dtype | None) -> None:
     expected = pool(SIZE).run(search_beams, kv_dtype, None)
@@ -163,7 +159,6 @@ def rows_read_back() -> list[Any]:
     return found
 
 
-@pytest.mark.dist
 def test_a_process_stores_the_rows_of_its_virtual_ranks(pool: Pools) -> None:
     alone = pool(SIZE).run(rows_read_back)
     for processes in (1, 2):
@@ -201,7 +196,6 @@ def prefill(chunks: list[int], kind: str, comm_mode: str) -> tuple[list[Tensor],
     return found, [whole[:, rows[places]] for places in taken]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["one", "packed", "batch", "latents"])
 def test_a_whole_prompt_is_the_forward_of_training_to_the_bit(pool: Pools, kind: str) -> None:
     for processes in (1, 2, 4):
@@ -236,7 +230,6 @@ def spoil(what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("what", ["rows", "options"])
 def test_a_wrong_call_of_one_process_is_an_error_on_all_and_the_next_one_works(pool: Pools, what: str) -> None:
     assert all("must" in found for found in pool(2).run(spoil, what))
@@ -246,7 +239,6 @@ def differ() -> None:
     small(4 * (1 + torch.distributed.get_rank()))
 
 
-@pytest.mark.dist
 def test_processes_with_other_virtual_sizes_refuse(pool: Pools) -> None:
     with pytest.raises(ValueError, match="must"):
         pool(2).run(differ)

@@ -27,7 +27,6 @@ def _bench(out: str, *more: str) -> int:
     return bench.main(["model", *SMALL, *words, *more])
 
 
-@pytest.mark.dist
 def test_every_attention_has_a_row_and_only_those_that_run_have_a_speed(pool, tmp_path: Path) -> None:
     assert pool(2).run(_bench, str(tmp_path)) == [0, 0]
     rows = json.loads((tmp_path / "model.json").read_text())["rows"]
@@ -65,7 +64,6 @@ def _cut_off(out: str) -> None:
         model_bench._measure = right
 
 
-@pytest.mark.dist
 def test_rows_say_what_waits_in_host_memory_and_how_fast_it_is_copied(pool, tmp_path: Path) -> None:
     more = ("--attentions", "ring", "--lengths", "64", "--mlp-rows", "40", "9", "--offload", "0", "2", "--steps", "1")
     assert pool(2).run(_bench, str(tmp_path), *more) == [0, 0]
@@ -76,7 +74,6 @@ def test_rows_say_what_waits_in_host_memory_and_how_fast_it_is_copied(pool, tmp_
     assert rows[0]["losses"][0] > rows[-1]["losses"][-1], "all train the same parameters"
 
 
-@pytest.mark.dist
 def test_a_run_that_is_cut_off_leaves_what_it_has_measured(pool, tmp_path: Path) -> None:
     pool(2).run(_cut_off, str(tmp_path))
     rows = json.loads((tmp_path / "model.json").read_text())["rows"]
@@ -108,7 +105,6 @@ def _disagree() -> dict[str, str]:
         return {variant.who: why for variant, why in wrong.items()}
 
 
-@pytest.mark.dist
 def test_an_attention_with_another_loss_has_no_speed(pool) -> None:
     for wrong in pool(2).run(_disagree):
         assert set(wrong) == {"ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"}

@@ -30,7 +30,6 @@ def _bench(out: str) -> int:
     return bench.main(["ring", *TINY, "--masks", "causal", "--no-graphs", *words])
 
 
-@pytest.mark.dist
 def test_bench_ring_writes_rows(pool, tmp_path: Path) -> None:
     assert pool(2).run(_bench, str(tmp_path)) == [0, 0]
     kept = json.loads((tmp_path / "ring.json").read_text())
@@ -76,7 +75,6 @@ def _bench_with_others(out: str) -> int:
     return bench.main(["ring", *TINY, *words])
 
 
-@pytest.mark.dist
 def test_rings_and_peers_take_turns_and_a_wrong_one_has_no_speed(pool, tmp_path: Path) -> None:
     workers = pool(2)
     try:
@@ -133,7 +131,6 @@ def _bench_host(out: str) -> int:
     return bench.main(["ring", "--host", *TINY, *words])
 
 
-@pytest.mark.dist
 def test_bench_ring_host_times_every_direction(pool, tmp_path: Path) -> None:
     assert pool(2).run(_bench_host, str(tmp_path)) == [0, 0]
     (row,) = json.loads((tmp_path / "host.json").read_text())["rows"]

@@ -113,7 +113,6 @@ def _check_with_one_wrong_rank(only: str) -> int:
         return check_command.main(["--device", "cpu", "--only", only])
 
 
-@pytest.mark.dist
 def test_every_rank_is_red_when_one_is_wrong(pool) -> None:
     assert pool(2).run(_check_with_one_wrong_rank, "full") == [1, 1]
     assert pool(2).run(_check_with_one_wrong_rank, "inference: chunks") == [1, 1]

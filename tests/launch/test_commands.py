@@ -191,7 +191,6 @@ def _refusal(name: str, words: list[str]) -> str:
     return str(refused.value)
 
 
-@pytest.mark.dist
 def test_schedules_and_nodes_that_cannot_be_are_refused_on_every_rank(pool) -> None:
     for name, words in (("check", ["--schedule", "stepwise"]), ("check", ["--schedule", "fused_saved_kv"])):
         for said in pool(2).run(_refusal, name, words):

@@ -67,7 +67,6 @@ def _doctor() -> dict[str, Any]:
         return doctor.examine(session)
 
 
-@pytest.mark.dist
 def test_doctor_measures_links_with_equal_reports_on_every_rank(pool) -> None:
     reports = pool(2).run(_doctor)
     assert reports[0]["faults"] == reports[1]["faults"] == []

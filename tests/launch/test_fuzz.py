@@ -48,7 +48,6 @@ def _fuzz(path: str) -> int:
     return check.main([*CPU, "--fuzz", "0", "--fuzz-seed", "1", "--json", path])
 
 
-@pytest.mark.dist
 def test_tensors_that_one_rank_alone_has_are_in_the_table(pool, tmp_path: Path) -> None:
     """The case of rank 1 has a bias of keys, that of rank 0 none."""
     assert pool(2).run(_fuzz, str(tmp_path / "fuzz.json")) == [0, 0]

@@ -18,7 +18,6 @@ def _soak(*words: str) -> int:
     return check.main(["--device", "cpu", "--impl", "eager", *words])
 
 
-@pytest.mark.dist
 def test_many_calls_on_one_ring_keep_their_bits(pool, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     assert pool(3).run(_soak, "--soak", "60", "--seed", "4", "--json", str(path)) == [0, 0, 0]
@@ -59,7 +58,6 @@ def _soak_with_a_late_mistake(words: list[str], name: str) -> int:
         setattr(eager.EagerKernels, name, right)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_one_wrong_answer_among_many_is_red(pool, name: str, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"

@@ -68,14 +68,12 @@ def shard_checked(dtype: torch.dtype, differing: int | None) -> tuple[str, bool]
     return said, torch.equal(*(y.to(torch.complex64) for y in (mine, x[:, sharding.positions])))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_with_equal_tensors_get_their_rows(pool: Pools, world_size: int, dtype: torch.dtype) -> None:
     assert pool(world_size).run(shard_checked, dtype, None) == [("", True)] * world_size
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_with_another_tensor_is_refused_on_all(pool: Pools, world_size: int, dtype: torch.dtype) -> None:
@@ -106,7 +104,6 @@ def other_lengths() -> list[str]:
     return said
 
 
-@pytest.mark.dist
 def test_other_calls_and_sizes_of_a_rank_are_refused_on_all(pool: Pools) -> None:
     for labels, batch, rows, after in pool(2).run(other_lengths):
         assert "Sharding.shard([2, 9]" in labels
@@ -137,7 +134,6 @@ def shard_unchecked(kind: str) -> bool:
     return torch.equal(mine, x[sharding.positions])
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["off", "compiled", "fake", "meta", "worker"])
 def test_traces_and_workers_compare_nothing(pool: Pools, kind: str) -> None:
     assert pool(2).run(shard_unchecked, kind) == [True, True]
@@ -209,7 +205,6 @@ def shift_checked() -> tuple[str, list[int]]:
     return str(caught.value), sharding.unshard(sharding.shift_labels(labels, dim=0), 0).tolist()
 
 
-@pytest.mark.dist
 def test_labels_that_differ_are_refused_on_all_ranks(pool: Pools) -> None:
     for said, shifted in pool(2).run(shift_checked):
         assert "ring ranks [1] differ" in said
@@ -248,7 +243,6 @@ def local_positions() -> list[str]:
     return said
 
 
-@pytest.mark.dist
 def test_local_positions_of_one_rank_are_an_error_on_all(pool: Pools) -> None:
     for said, after in pool(2).run(local_positions):
         assert "position_ids must be the positions of this rank's 4 rows, [4, 5, 6, 7]" in said

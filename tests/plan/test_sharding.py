@@ -127,7 +127,6 @@ def put_together(dtype: torch.dtype) -> bool:
     return found.dtype == dtype and torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64])
 def test_rows_of_any_dtype_are_put_together(pool: Pools, dtype: torch.dtype) -> None:
     assert pool(2).run(put_together, dtype) == [True, True]
@@ -317,7 +316,6 @@ def _make_wrongly(kind: str) -> list[str]:
     return said
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_one_rank_asks_a_ring_for_wrongly_is_refused_on_all(pool: Pools, kind: str) -> None:
     for refused, after in pool(2).run(_make_wrongly, kind):
@@ -343,7 +341,6 @@ def _settle_wrongly() -> tuple[str, str]:
     return refused, differing
 
 
-@pytest.mark.dist
 def test_ranks_that_settle_how_rows_move_hear_of_one_that_refuses(pool: Pools) -> None:
     for refused, differing in pool(2).run(_settle_wrongly):
         assert "seq_len and kv_len must be from 1 to 2147483647, got 0" in refused
@@ -366,7 +363,6 @@ def _attend_as_sent_by_rank_0() -> tuple[int, float]:
     return sharding.rank, float((sharding.unshard(o) - expected).abs().max())
 
 
-@pytest.mark.dist
 def test_a_sharding_that_another_rank_sent_is_that_of_this_rank(pool: Pools) -> None:
     for rank, (found, off) in enumerate(pool(3).run(_attend_as_sent_by_rank_0)):
         assert found == rank
@@ -401,7 +397,6 @@ def _refuse_in_a_fork() -> str:
         return said.read()
 
 
-@pytest.mark.dist
 def test_a_process_that_was_forked_says_what_it_refuses(pool: Pools) -> None:
     """It cannot tell the other ranks, and must not hide what is wrong behind that."""
     for said in pool(2).run(_refuse_in_a_fork):

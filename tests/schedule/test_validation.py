@@ -349,7 +349,6 @@ def odd_calls() -> list[str]:
     return said
 
 
-@pytest.mark.dist
 def test_an_error_on_one_rank_is_raised_on_all_ranks_at_once(pool: Pools) -> None:
     for others, mine in zip(*pool(2).run(odd_calls), strict=True):
         assert others.startswith("ring rank 1 refused: ")
@@ -374,7 +373,6 @@ def odd_gradients() -> str:
     return str(caught.value)
 
 
-@pytest.mark.dist
 def test_gradients_that_only_some_ranks_want_are_refused_after_an_evaluation(pool: Pools) -> None:
     here, there = pool(2).run(odd_gradients)
     assert here == there
@@ -401,7 +399,6 @@ def odd_gathers() -> list[str]:
     return said
 
 
-@pytest.mark.dist
 def test_rows_that_differ_are_not_gathered(pool: Pools) -> None:
     for _, mine in zip(*pool(2).run(odd_gathers), strict=True):
         assert "must be the same on all ranks of a ring" in mine or "must have shard_len 4 in dim 1, got 1" in mine

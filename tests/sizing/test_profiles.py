@@ -47,7 +47,6 @@ def measured() -> Profile:
         return measure_profile(session, TINY)
 
 
-@pytest.mark.dist
 def test_a_measured_profile_plans_a_job(pool, tmp_path):
     profiles = pool(2).run(measured)
     assert vars(profiles[0]) == vars(profiles[1])

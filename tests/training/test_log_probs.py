@@ -169,7 +169,6 @@ def test_arguments_that_do_not_fit_are_refused_by_name(named, changes):
         token_log_probs(**{"hidden": hidden, "weight": weight, "targets": targets, **changes})
 
 
-@pytest.mark.dist
 def test_a_sharded_weight_is_refused(pool):
     assert pool(1).run(sharded_weight) == [True]
 

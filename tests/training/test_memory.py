@@ -68,7 +68,6 @@ def compare_offloads() -> list[tuple[str, Any]]:
 # offload
 
 
-@pytest.mark.dist
 def test_offload_changes_no_bit_of_losses_and_gradients(pool) -> None:
     assert pool(2).run(compare_offloads) == [[], []]
 

@@ -136,7 +136,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.dist
 @pytest.mark.rings
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["rows", "packed"])
@@ -158,7 +157,6 @@ def sums_on_ranks(documents: tuple[int, ...] | None) -> list[Tensor]:
     return [sums.detach(), total.detach(), *averaged([factor.grad])]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["rows", "packed"])
 def test_sums_of_sequences_and_their_values_for_rows_go_round_the_ring(pool, ranks, documents):
@@ -184,7 +182,6 @@ def mean_of_unequal_counts() -> list[Tensor]:
     return [loss.detach(), *averaged([weight.grad])]
 
 
-@pytest.mark.dist
 def test_a_mean_over_the_ring_divides_by_the_counts_of_all_ranks(pool):
     # 1 + (1 + 4) over three rows, times the square of 2
     for loss, gradient in pool(3).run(mean_of_unequal_counts):

@@ -54,7 +54,6 @@ def call_in_another_order(kind: str) -> tuple[str, str]:
     return attempt(both), attempt(lambda: attend(ring))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "usual", "other", "number"),
     [
@@ -101,7 +100,6 @@ def mark_in_another_order(kind: str) -> tuple[int, str]:
     return 0, ""
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "number", "message"),
     [
@@ -126,7 +124,6 @@ def attend_with_other_seeds(backward: str, known: bool) -> str:
     return attempt(lambda: attend(ring, dropout_p=0.5, dropout_seed=2 + ring.rank, backward=backward))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("backward", ["auto", "queries"])
 def test_dropout_seeds_that_differ_are_refused(pool: Pools, backward: str, known: bool) -> None:
@@ -163,7 +160,6 @@ def mark_batches_of_a_gpu() -> tuple[int, str]:
     return 0, ""
 
 
-@pytest.mark.dist
 def test_batches_of_a_gpu_are_compared_without_waiting_for_it(pool: Pools) -> None:
     for found, said in pool(2).run(mark_batches_of_a_gpu):
         assert found == 8
@@ -182,7 +178,6 @@ def attend_to_batches(number: int) -> list[str]:
     return errors
 
 
-@pytest.mark.dist
 def test_the_batch_of_a_loop_of_ones_own_is_compared(pool: Pools) -> None:
     for first, second, third in pool(2).run(attend_to_batches, 1):
         assert first == third == ""

@@ -61,7 +61,6 @@ def test_a_simulated_ring_of_one_node_is_the_ring() -> None:
     assert any(not torch.equal(one[name], two[name]) for name in one), "two nodes add in another order"
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "world_size", "nodes"),
     [(name, 4, 2) for name in REAL] + [(name, *shape) for name in ("causal", "short") for shape in ((4, 1), (2, 2))],
@@ -107,7 +106,6 @@ def count_crossings() -> tuple[dict[int, int], dict[int, int]]:
     return dict(near.sent), dict(far.sent)
 
 
-@pytest.mark.dist
 def test_a_shard_and_its_gradient_cross_once_per_node(pool: Pools) -> None:
     shard = 2 * 16 * 2 * 16 * 4  # k and v of 16 rows, fp32
     for rank, (near, far) in enumerate(pool(4).run(count_crossings)):
@@ -126,7 +124,6 @@ def hold_up() -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.dist
 def test_a_throttled_link_takes_the_time_of_its_bytes(pool: Pools) -> None:
     assert all(taken >= 0.2 for taken in pool(4).run(hold_up))
 
@@ -178,7 +175,6 @@ def count_nodes() -> tuple[bool, bool]:
     return Ring(nodes="auto").context.nodes is None, Ring(nodes=1).context.nodes is None
 
 
-@pytest.mark.dist
 def test_ranks_of_one_host_are_one_node(pool: Pools) -> None:
     assert pool(2).run(count_nodes) == [(True, True)] * 2
     assert Ring(nodes="auto").context.nodes is None
@@ -191,7 +187,6 @@ def disagree() -> None:
     ring_attention(x, x, x, sharding)
 
 
-@pytest.mark.dist
 def test_ranks_that_disagree_about_nodes_are_named(pool: Pools) -> None:
     with pytest.raises(ValueError, match=r"got a different one on ring ranks \[1\] \(nodes: "):
         pool(4).run(disagree)
@@ -231,7 +226,6 @@ def stop_answering() -> None:
         time.sleep(4)
 
 
-@pytest.mark.dist
 def test_a_crossing_that_never_comes_names_rank_and_step(pool: Pools) -> None:
     message = r"ring rank 0: forward, keys for ring step 1, between nodes: the transfer with ring ranks \[1\] failed"
     with pytest.raises(RuntimeError, match=message):

@@ -144,7 +144,6 @@ def assert_equal_to_one_process(results: list[tuple[Tensor, Gradients]], batches
             torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "shape", [(2, 2, 1), (1, 4, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)], ids=lambda s: "dp{} cp{} tp{}".format(*s)
 )
@@ -153,7 +152,6 @@ def test_fsdp_over_dp_and_cp_gives_the_gradients_of_one_process(pool: Pools, sha
     assert_equal_to_one_process(pool(4).run(with_fsdp, shape, batches), batches)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("recipe", ["scaled loss", "divide factor", "replicated over dp"])
 def test_accumulated_batches_with_uneven_token_counts_are_one_batch(pool: Pools, recipe: str) -> None:
     batches = [make_batch(seed, 2, SEQ_LEN) for seed in range(3)]
@@ -162,7 +160,6 @@ def test_accumulated_batches_with_uneven_token_counts_are_one_batch(pool: Pools,
     assert_equal_to_one_process(pool(4).run(with_fsdp, (2, 2, 1), batches, recipe), batches)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ddp_over_dp_and_cp_gives_the_gradients_of_one_process(pool: Pools, world_size: int) -> None:
     batches = [make_batch(seed, 2, SEQ_LEN) for seed in range(2)]
@@ -181,7 +178,6 @@ def fp32_divide_factor() -> Gradients:
     return whole_gradients(model)
 
 
-@pytest.mark.dist
 def test_the_divide_factor_is_exact_in_fp32_too(pool: Pools) -> None:
     _, expected = one_process([make_batch(0, 2, SEQ_LEN)])
     for found in pool(2).run(fp32_divide_factor):
@@ -202,7 +198,6 @@ def in_bf16() -> tuple[Tensor, Gradients, set[torch.dtype]]:
     return loss, whole_gradients(model), seen
 
 
-@pytest.mark.dist
 def test_bf16_parameters_with_fp32_gradients_stay_near_one_process(pool: Pools) -> None:
     loss, expected = one_process([make_batch(0, 4, SEQ_LEN)])
     for found_loss, found, seen in pool(4).run(in_bf16):
@@ -223,7 +218,6 @@ def count_with_recomputation(recompute: str | None) -> tuple[int, int, Gradients
     return operators.forwards, operators.backwards, whole_gradients(model)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("recompute", "forwards"), [(None, 2), ("full", 4), ("selective", 2)])
 def test_selective_checkpointing_under_fsdp_runs_each_ring_once(
     pool: Pools, recompute: str | None, forwards: int
@@ -263,7 +257,6 @@ def interleaved() -> float:
     return worst
 
 
-@pytest.mark.dist
 def test_rings_over_different_dims_take_turns_in_one_process(pool: Pools) -> None:
     assert max(pool(4).run(interleaved)) < 1e-13
 
@@ -277,7 +270,6 @@ def rings_of_meshes() -> list[tuple[int, int]]:
     return [(ring.rank, ring.world_size) for ring in found]
 
 
-@pytest.mark.dist
 def test_a_ring_spans_one_dim_of_a_mesh(pool: Pools) -> None:
     for rank, found in enumerate(pool(4).run(rings_of_meshes)):
         assert found == [(rank % 2, 2), (rank, 4), (rank, 4), (rank // 2, 2)]
@@ -322,7 +314,6 @@ def refuse_dtensors() -> dict[str, str]:
     return found
 
 
-@pytest.mark.dist
 def test_dtensors_are_refused_and_the_message_names_the_alternative(pool: Pools) -> None:
     for found in pool(2).run(refuse_dtensors):
         assert len(found) == 2 * len(NAMES) + 4
@@ -344,7 +335,6 @@ def refuse_on_one_rank() -> str:
     return "accepted"
 
 
-@pytest.mark.dist
 def test_a_dtensor_on_one_rank_is_refused_on_all(pool: Pools) -> None:
     other, own = pool(2).run(refuse_on_one_rank)
     assert own.startswith(f"NotImplementedError: q {ADVICE} q.to_local()")
@@ -386,7 +376,6 @@ def through_local_map(compiled: bool) -> float:
     return worst
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("compiled", [False, True])
 def test_local_map_is_the_alternative_of_the_message(pool: Pools, compiled: bool) -> None:
     assert max(pool(2).run(through_local_map, compiled)) < 1e-14
@@ -410,7 +399,6 @@ def run_page(blocks: list[str]) -> list[Gradients]:
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_the_page_about_meshes_runs_and_its_recipes_are_exact(pool: Pools) -> None:
     _, expected = one_process([make_batch(0, 4, SEQ_LEN)])

@@ -257,7 +257,6 @@ def name_parts() -> tuple[int, int]:
     return part.rank(), part.size()
 
 
-@pytest.mark.dist
 def test_a_part_of_a_group_is_found_by_its_name(pool: Pools) -> None:
     assert pool(4).run(name_parts) == [(0, 2), (1, 2), (0, 2), (1, 2)]
 

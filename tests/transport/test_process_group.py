@@ -71,7 +71,6 @@ def refuse() -> None:
     make_communicator("refused", parent, torch.device("cpu"), 4)
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(dist.is_nccl_available(), reason="NCCL is there")
 def test_a_communicator_that_cannot_be_made_names_the_option(pool: Pools) -> None:
     with pytest.raises(
@@ -90,7 +89,6 @@ def close_and_go_on() -> bool:
     return torch.equal(first, ring_attention(x, x, x, sharding))
 
 
-@pytest.mark.dist
 def test_a_closed_ring_may_be_used_again(pool: Pools) -> None:
     assert pool(2).run(close_and_go_on) == [True, True]
 
@@ -113,7 +111,6 @@ def prepare_after_a_close() -> list[int]:
     return counts
 
 
-@pytest.mark.dist
 def test_a_closed_ring_makes_communicators_anew(pool: Pools) -> None:
     assert pool(2).run(prepare_after_a_close) == [[1, 1, 2, 2]] * 2
 
@@ -138,7 +135,6 @@ def step_by_the_host() -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.dist
 def test_rows_that_pass_through_the_host_are_the_same(pool: Pools) -> None:
     for o, dq, by_host, dq_by_host in pool(3).run(step_by_the_host):
         assert torch.equal(o, by_host)
@@ -172,7 +168,6 @@ def prepare_for_a_gpu(level: str) -> bool:
     return transport._by_host
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("level", ["OFF", "DETAIL"])
 def test_rows_of_gpus_pass_through_the_host_where_their_group_has_gloo(pool: Pools, level: str) -> None:
     """However much of it torch is to say."""
@@ -226,7 +221,6 @@ def compare_often() -> int:
     return consensus._store().num_keys() - before
 
 
-@pytest.mark.dist
 def test_compared_texts_do_not_stay_in_the_store(pool: Pools) -> None:
     # one key of each rank, which others may still read
     assert max(pool(3).run(compare_often)) <= 3
@@ -253,7 +247,6 @@ def come_late_often() -> int:
     return consensus._store().num_keys() - before
 
 
-@pytest.mark.dist
 def test_texts_of_late_ranks_do_not_stay_in_the_store(pool: Pools) -> None:
     assert max(pool(2).run(come_late_often)) <= 2
 
@@ -310,7 +303,6 @@ def call_in_a_fork() -> list[str]:
     return said
 
 
-@pytest.mark.dist
 def test_a_forked_process_is_refused_at_once(pool: Pools) -> None:
     said, _ = pool(2).run(call_in_a_fork)
     assert len(said) == 3

@@ -175,7 +175,6 @@ def _group(cases: list[tuple[int, Sizes, bool]]) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_give_the_bits_of_simulated_ranks(pool: Pools, ranks: int) -> None:
     everywhere = pool(ranks).run(_group, CASES)
@@ -205,7 +204,6 @@ def _share(dtypes: list[torch.dtype]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_add_in_their_order_and_lay_columns_side_by_side(pool: Pools, ranks: int) -> None:
     wanted = []
@@ -330,7 +328,6 @@ def _differing(what: str) -> str:
     return "nothing"
 
 
-@pytest.mark.dist
 def test_different_reductions_are_refused_on_every_rank_and_name_the_ranks_that_differ(pool: Pools) -> None:
     for said in pool(3).run(_differing, "heads"):
         assert said.startswith(
@@ -342,7 +339,6 @@ def test_different_reductions_are_refused_on_every_rank_and_name_the_ranks_that_
     assert all(other.startswith("ValueError: lse must have shape (1, 2, 2), got (1,)") for other in others)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("what", "usual", "other"),
     [
@@ -362,14 +358,12 @@ def test_different_sums_and_columns_are_refused_on_every_rank(pool: Pools, what:
         )
 
 
-@pytest.mark.dist
 def test_a_sum_that_one_rank_can_not_make_is_refused_on_every_rank(pool: Pools) -> None:
     refused = "ValueError: x must be contiguous, got strides (1, 4)"
     for rank, said in enumerate(pool(3).run(_differing, "strides")):
         assert said.startswith(refused if rank == 1 else f"ValueError: ring rank 1 refused: {refused}")
 
 
-@pytest.mark.dist
 def test_a_rank_that_does_not_come_is_named(pool: Pools) -> None:
     first, *_ = pool(2).run(_differing, "absent")
     assert first.startswith("RuntimeError: ring rank 0: ring ranks [1] did not make this attention call within 0:00:01")
@@ -392,7 +386,6 @@ def _lost() -> str:
     return ""
 
 
-@pytest.mark.dist
 def test_a_collective_that_fails_names_the_ranks(pool: Pools) -> None:
     said = pool(2).run(_lost)[1]
     assert said.startswith(
@@ -409,7 +402,6 @@ def _named() -> list[str]:
     return [*names, str(ring.partial_reducer("cpu")), str(asked.partial_reducer("cpu"))]
 
 
-@pytest.mark.dist
 def test_a_reducer_names_itself_and_the_reason(pool: Pools) -> None:
     wanted = ["group: the partials are in cpu memory"] * 2 + ["group: process_group: asked for"]
     assert pool(2).run(_named) == [wanted] * 2

@@ -177,7 +177,6 @@ def test_the_backward_moves_the_side_of_which_the_busiest_rank_moves_fewer_bytes
     assert busiest["auto"] == min(busiest.values()), busiest
 
 
-@pytest.mark.dist
 @pytest.mark.rings
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
@@ -231,7 +230,6 @@ def test_any_call_on_any_ring_is_attention(case: Attention, layout: str, world_s
     Standard(case).check(simulate(case, layout, world_size))
 
 
-@pytest.mark.dist
 @settings(max_examples=25, deadline=None)
 @given(case=attentions(), layout=st.sampled_from(LAYOUTS), world_size=st.integers(1, 4))
 def test_any_call_on_real_ranks_equals_the_simulated_ring(
@@ -279,7 +277,6 @@ def refuse(kind: str) -> None:
     ring_attention(q, x, x, sharding, **options)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["mask", "dtype", "rows", "heads", "mixed"])
 def test_disagreeing_ranks_all_refuse_and_name_the_odd_one(pool: Pools, kind: str) -> None:
     with pytest.raises(ValueError, match="must") as caught:
@@ -297,7 +294,6 @@ def absent() -> None:
         ring_attention(x, x, x, sharding)
 
 
-@pytest.mark.dist
 def test_a_missing_rank_is_named(pool: Pools) -> None:
     with pytest.raises(RuntimeError, match=r"ring ranks \[1\] did not make this attention call"):
         pool(3).run(absent)
@@ -318,7 +314,6 @@ def come_late() -> tuple[str, list[float]]:
     return said, ring_attention(x, x, x, sharding, window=2).unique().tolist()
 
 
-@pytest.mark.dist
 def test_a_rank_after_the_timeout_raises_and_later_calls_are_compared_again(pool: Pools) -> None:
     (first, *results), (second, *others) = pool(2).run(come_late)
     assert first.startswith("ring rank 0: ring ranks [1] did not make this attention call within 0:00:01")
@@ -339,7 +334,6 @@ def stop_answering() -> None:
         time.sleep(4)
 
 
-@pytest.mark.dist
 def test_a_transfer_that_never_comes_names_rank_and_step(pool: Pools) -> None:
     message = (
         r"ring rank [02]: forward, keys for ring step \d: the transfer with ring ranks \[.*1.*\] failed or timed out"
@@ -361,7 +355,6 @@ def leave_a_backward_out() -> None:
         ring_attention(x, x, x, sharding)
 
 
-@pytest.mark.dist
 def test_the_next_call_of_a_rank_that_left_a_backward_out_is_not_taken_for_it(pool: Pools) -> None:
     call = r"ring_attention\(16 tokens, zigzag\), digest [0-9a-f]{6}"
     message = (
@@ -396,13 +389,11 @@ def meet_in_opposite_order() -> list[Tensor]:
         return [call.result() for call in calls]
 
 
-@pytest.mark.dist
 def test_first_calls_in_two_threads_may_come_in_any_order(pool: Pools) -> None:
     for found in pool(2).run(meet_in_opposite_order):
         assert not torch.stack(found).any()
 
 
-@pytest.mark.dist
 def test_rings_in_two_threads_keep_to_themselves(pool: Pools) -> None:
     for found in pool(2).run(attend_in_two_threads):
         assert not torch.stack(found).any()
@@ -481,7 +472,6 @@ def attend_on_a_mesh(cases: tuple[Attention, Attention]) -> tuple[int, dict[str,
     return replica, attend(cases[replica], "zigzag", group=mesh["cp"])
 
 
-@pytest.mark.dist
 def test_rings_of_a_mesh_keep_to_themselves(pool: Pools) -> None:
     cases = (CASES["causal"], Attention(seq_len=21, seed=9, mask={"causal": True}))
     expected = [simulate(case, "zigzag", 2) for case in cases]
@@ -489,7 +479,6 @@ def test_rings_of_a_mesh_keep_to_themselves(pool: Pools) -> None:
         assert_bits(found, expected[replica], f"replica {replica}")
 
 
-@pytest.mark.dist
 def test_a_mesh_of_two_dimensions_is_refused(pool: Pools) -> None:
     with pytest.raises(ValueError, match=r"a mesh must have one dimension, got 2; pass a slice such as mesh\['cp'\]"):
         pool(4).run(ring_of_a_whole_mesh)
@@ -509,7 +498,6 @@ def rings_of_others() -> None:
                 Ring(others)
 
 
-@pytest.mark.dist
 def test_a_group_of_others_is_refused(pool: Pools) -> None:
     pool(2).run(rings_of_others)
     with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh or None, got str"):
@@ -539,7 +527,6 @@ def test_copies_of_a_ring_are_the_ring() -> None:
         pickle.loads(stored)
 
 
-@pytest.mark.dist
 def test_buffers_are_reused_across_calls(pool: Pools) -> None:
     for held, left in pool(2).run(reuse):
         assert held > 0
@@ -564,7 +551,6 @@ def evaluate_then_train() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.dist
 def test_a_ring_that_began_in_inference_mode_serves_training(pool: Pools) -> None:
     pool(2).run(evaluate_then_train)
     pool(1).run(evaluate_then_train)
@@ -613,7 +599,6 @@ def differentiate_twice_alone() -> list[str]:
     return said
 
 
-@pytest.mark.dist
 def test_gradients_of_gradients_on_one_rank_are_refused_on_all(pool: Pools) -> None:
     for refused, after in pool(2).run(differentiate_twice_alone):
         assert "ring attention must be differentiated once" in refused
@@ -632,7 +617,6 @@ def refuse_alone() -> Tensor:
     return ring_attention(x, x, x, ring.sharding(8), causal=True)
 
 
-@pytest.mark.dist
 def test_a_ring_that_one_rank_was_refused_has_no_name(pool: Pools) -> None:
     """The rank would look for the others under the name of its second ring."""
     for found in pool(2).run(refuse_alone):
@@ -650,7 +634,6 @@ def _refused_budget(rank_budgets: tuple[int, ...]) -> str:
     return ""
 
 
-@pytest.mark.dist
 def test_budgets_that_differ_are_refused_by_every_rank(pool: Pools) -> None:
     for said in pool(2).run(_refused_budget, (0, 1000)):
         assert "memory_budget must be the same on all ring ranks, got [0, 1000]" in said
@@ -681,7 +664,6 @@ def do_other_things(kind: str) -> str:
 OTHER = {"unshard": r"Sharding.unshard([1, (5, 5, 5), 2, 16], torch.float32 cpu)", "agree": "a RingCache: batch=1"}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", OTHER)
 def test_ranks_in_different_calls_raise_errors_that_name_both(pool: Pools, kind: str) -> None:
     for said in pool(3).run(do_other_things, kind):
@@ -691,7 +673,6 @@ def test_ranks_in_different_calls_raise_errors_that_name_both(pool: Pools, kind:
         )
 
 
-@pytest.mark.dist
 def test_a_timeout_names_the_rings_that_the_other_ranks_wait_in(pool: Pools) -> None:
     ranks = pool(3)
     try:

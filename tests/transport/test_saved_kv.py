@@ -234,7 +234,6 @@ def differing() -> str:
     return ""
 
 
-@pytest.mark.dist
 def test_ranks_that_would_keep_and_ranks_that_would_not_refuse_alike(pool: Pools) -> None:
     for said in pool(2).run(differing):
         assert "save_gathered_kv" in said

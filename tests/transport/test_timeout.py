@@ -138,7 +138,6 @@ def _given_up(time: Time, how: str) -> tuple[str, str]:
     return said[0], said[1]
 
 
-@pytest.mark.dist
 def test_a_ring_that_has_given_up_exchanges_no_more(pool: Pools) -> None:
     for rank, (first, then) in enumerate(pool(2).run(given_up, "times out")):
         assert first == then
@@ -147,7 +146,6 @@ def test_a_ring_that_has_given_up_exchanges_no_more(pool: Pools) -> None:
         assert f"ring ranks [{1 - rank}] did not come" in first
 
 
-@pytest.mark.dist
 def test_a_reducer_that_knows_the_missing_rank_raises_first(pool: Pools) -> None:
     assert pool(2).run(given_up, "knows") == [("ring ranks [1] did not come",) * 2] * 2
 

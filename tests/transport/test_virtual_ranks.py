@@ -28,7 +28,6 @@ from tests.transport.test_ring import CASES, LAYOUTS, attentions
 PLENTY = 2**30
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_every_number_of_processes_gives_the_bits_of_the_simulated_ring(pool: Pools, name: str, processes: int) -> None:
@@ -40,7 +39,6 @@ def test_every_number_of_processes_gives_the_bits_of_the_simulated_ring(pool: Po
         assert_bits(found, expected, f"{size} virtual ranks on {processes} processes, {layout}")
 
 
-@pytest.mark.dist
 @settings(max_examples=20, deadline=None)
 @given(
     case=attentions(),
@@ -59,7 +57,6 @@ def test_any_call_has_the_same_bits_on_one_and_two_processes(
             assert_bits(found, expected, f"{size} on {processes}, {layout}")
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("backward", ["keys", "queries"])
 def test_whichever_side_moves(pool: Pools, backward: str) -> None:
     case = CASES["window"]
@@ -68,7 +65,6 @@ def test_whichever_side_moves(pool: Pools, backward: str) -> None:
         assert_bits(found, expected, backward)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("budget", [0, PLENTY])
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_virtual_ranks_have_nodes(pool: Pools, nodes: int, budget: int) -> None:
@@ -160,7 +156,6 @@ def broadcast_bias(size: int, seq_len: int, shape: tuple[int, ...]) -> Tensor:
 
 
 # of 5 rows three of four processes have one, whose bias may be its own or that of all rows
-@pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize(
     ("seq_len", "shape"),
@@ -201,7 +196,6 @@ def rows_of(size: int) -> tuple[list[int], list[int], bool, list[int]]:
     return mine.tolist(), sharding.positions.tolist(), copied.ring is ring, list(sharding.shard_lens)
 
 
-@pytest.mark.dist
 def test_a_process_holds_the_rows_of_its_virtual_ranks_one_after_another(pool: Pools) -> None:
     alone = [found[0] for found in pool(4).run(rows_of, 4)]
     for processes in (1, 2):
@@ -232,7 +226,6 @@ def count_operations(size: int | None) -> tuple[Counter[str], Tensor]:
     return Counter(name for name in names if name.startswith("aten::")), o
 
 
-@pytest.mark.dist
 def test_one_virtual_rank_per_process_runs_the_operations_of_a_plain_ring(pool: Pools) -> None:
     for (found, o), (expected, plain) in zip(
         pool(2).run(count_operations, 2), pool(2).run(count_operations, None), strict=True
@@ -248,7 +241,6 @@ def differ(size: int) -> None:
     ring_attention(x, x, x, sharding)
 
 
-@pytest.mark.dist
 def test_processes_with_other_virtual_sizes_refuse(pool: Pools) -> None:
     with pytest.raises(ValueError, match="must"):
         pool(2).run(differ, 2)
@@ -260,7 +252,6 @@ def refuse(options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("options", "message"),
     [

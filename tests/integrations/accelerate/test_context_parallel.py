@@ -73,7 +73,6 @@ def loop(folder: str, cp: int, fsdp: bool = False, resumed: bool = False) -> Any
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize(("ranks", "resumed"), [(1, False), (2, True), (4, False)])
 def test_a_loop_makes_the_steps_of_one_process(pool: Pools, tmp_path: Path, ranks: int, resumed: bool) -> None:
     expected = loop(str(tmp_path), 0)
@@ -81,7 +80,6 @@ def test_a_loop_makes_the_steps_of_one_process(pool: Pools, tmp_path: Path, rank
         assert_same(found, expected)
 
 
-@pytest.mark.dist
 def test_two_rings_under_fsdp_make_the_steps_of_one_process(pool: Pools, tmp_path: Path) -> None:
     history, moved = loop(str(tmp_path), 0)
     found = pool(4).run(loop, str(tmp_path), 2, fsdp=True)
@@ -113,7 +111,6 @@ class Stream(IterableDataset[dict[str, list[int]]]):
         return iter(samples())
 
 
-@pytest.mark.dist
 def test_what_cannot_be_shared_is_refused_on_every_rank(pool: Pools, tmp_path: Path) -> None:
     for told in pool(2).run(sources, str(tmp_path)):
         assert [text.partition(", got ")[0] for text in told] == [

@@ -39,7 +39,6 @@ def assert_equal_up_to_rounding(found: Results, expected: Results) -> None:
         assert (found[name] - x).abs().max() <= BOUND * x.abs().max() + 1e-14, name
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("row", works(ROWS, "enable_ring"), ids=str)
 def test_output_and_all_gradients_equal_one_process(pool: Pools, row: ModelRow, world_size: int) -> None:
@@ -47,7 +46,6 @@ def test_output_and_all_gradients_equal_one_process(pool: Pools, row: ModelRow, 
         assert_equal_up_to_rounding(found, one_process(row.kind))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "name",
     ["flux", "wan", "qwen_image_edit", "hunyuan_video_image", "ltx2_3", "helios_history", "minimax_h3", "cosmos3"],
@@ -57,7 +55,6 @@ def test_gradient_checkpointing_changes_nothing(pool: Pools, name: str) -> None:
         assert_equal_up_to_rounding(found, one_process(name))
 
 
-@pytest.mark.dist
 def test_compiled_blocks_compute_the_same(pool: Pools) -> None:
     for found in pool(2).run(run_on_ranks, FLUX, compiled=True):
         assert_equal_up_to_rounding(found, one_process("flux"))
@@ -78,7 +75,6 @@ def two_lengths(on_ring: bool, checkpointed: bool) -> Results:
     return grads if ring is None else {name: ring.sum(x) / ring.world_size for name, x in grads.items()}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_forwards_of_several_lengths_may_precede_a_backward(pool: Pools, world_size: int, checkpointed: bool) -> None:
@@ -99,7 +95,6 @@ def guided(name: str, on_ring: bool) -> list[Tensor]:
         return [y + 3 * (x - y) for x, y in zip(prompt, other, strict=True) if x is not None]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", ["flux", "ltx2", "helios_history", "minimax_h3", "cosmos3"])
 def test_prompts_of_other_lengths_guide_as_on_one_process(pool: Pools, name: str) -> None:
     for found in pool(3).run(guided, name, True):
@@ -118,7 +113,6 @@ def sharded_by_fsdp() -> Results:
     return {name: x.full_tensor() for name, x in run(model, FLUX.arguments()).items() if isinstance(x, DTensor)}
 
 
-@pytest.mark.dist
 def test_gradients_that_fsdp_averages_equal_one_process(pool: Pools) -> None:
     for found in pool(2).run(sharded_by_fsdp):
         expected = {name: x for name, x in one_process("flux").items() if name in found}
@@ -138,7 +132,6 @@ def on_and_off() -> list[torch.Tensor]:
     return outputs
 
 
-@pytest.mark.dist
 def test_a_transformer_that_left_its_ring_runs_as_before(pool: Pools) -> None:
     with torch.no_grad():
         expected = FLUX.make()(**FLUX.arguments()).sample
@@ -190,7 +183,6 @@ def own_model(on_ring: bool) -> Tensor:
     return model(*x, mask).detach()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_model_of_ones_own_runs_by_its_spec(pool: Pools, world_size: int) -> None:
     for found in pool(world_size).run(own_model, True):

@@ -214,13 +214,11 @@ def arguments_that_may_differ(case: Denoiser) -> list[str]:
     return accepted
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", {case.model: name for name, case in CASES.items() if not case.lora}.values())
 def test_ranks_with_different_arguments_are_refused_in_every_forward(pool: Pools, name: str) -> None:
     assert pool(2).run(arguments_that_may_differ, CASES[name]) == [[], []]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

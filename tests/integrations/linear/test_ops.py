@@ -17,8 +17,6 @@ from ringattn.plan.sharding import Sharding
 from tests.support.linear_reference import causal_conv1d_reference, gated_delta_rule_reference, mamba2_reference
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.dist
-
 Inputs = dict[str, Tensor]
 KEY_HEADS, HEADS, D, E, TAPS = 2, 4, 5, 6, 4
 

@@ -129,7 +129,6 @@ CASES = [
 ]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_ranks_together_are_torchs_module_on_one_process(pool: Pools, world_size: int, layout: str) -> None:
@@ -147,7 +146,6 @@ WHOLE = [
 ]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "contiguous")])
 def test_whole_masks_are_cut(pool: Pools, world_size: int, layout: str) -> None:
     for results in pool(world_size).run(run_on_ranks, WHOLE, layout, FP64, whole_masks=True):
@@ -155,7 +153,6 @@ def test_whole_masks_are_cut(pool: Pools, world_size: int, layout: str) -> None:
             assert_equal_to_torch(case, found, FP64)
 
 
-@pytest.mark.dist
 @settings(max_examples=25, deadline=None)
 @given(
     cases=st.lists(multiheads(), min_size=1, max_size=4),
@@ -343,7 +340,6 @@ def test_an_encoder_built_of_ring_layers_calls_them_too() -> None:
     assert (nested[1, 2:] == 0).all()
 
 
-@pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "contiguous")])
 def test_encoders_and_decoders_on_ranks_are_torchs(pool: Pools, world_size: int, layout: str) -> None:
@@ -355,7 +351,6 @@ def test_encoders_and_decoders_on_ranks_are_torchs(pool: Pools, world_size: int,
 # dropout
 
 
-@pytest.mark.dist
 def test_equal_seeds_drop_the_same_weights_at_any_world_size(pool: Pools) -> None:
     for case in (Multihead(), Multihead(add_bias_kv=True, add_zero_attn=True, need_weights=True, causal=True)):
         expected, _ = drop_on_ranks(case, "zigzag", 0)
@@ -395,7 +390,6 @@ def define_dropped(case: Multihead, keep: Tensor) -> Results:
     return {**found, "dvalue": query.grad, **grads}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("spread", [0, 1])
 def test_gradients_under_dropout_are_exact_whatever_the_seeds(pool: Pools, spread: int) -> None:
     case = Multihead(seq_len=9, add_bias_kv=True, add_zero_attn=True, need_weights=True)
@@ -570,13 +564,11 @@ def test_a_compiled_module_is_one_graph_for_each_sharding() -> None:
     torch.testing.assert_close(compiled.eval()(y, y, y), module.eval()(y, y, y))
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_a_compiled_encoder_on_ranks_is_the_same(pool: Pools) -> None:
     pool(2).run(compile_on_ranks)
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_weights_of_all_ranks_keys_are_part_of_a_compiled_graph(pool: Pools) -> None:
     extra: dict[str, Any] = {
@@ -595,7 +587,6 @@ def test_weights_of_all_ranks_keys_are_part_of_a_compiled_graph(pool: Pools) -> 
                 torch.testing.assert_close(x, eager[name], msg=name)
 
 
-@pytest.mark.dist
 def test_parameters_may_be_sharded_by_fsdp(pool: Pools) -> None:
     expected = shard_parameters()
     for found in pool(2).run(shard_parameters):
@@ -613,13 +604,11 @@ def test_keys_of_any_number_of_lengths_may_come_without_a_sharding(monkeypatch: 
         assert len(ring_nn._whole_shardings) <= 5
 
 
-@pytest.mark.dist
 def test_several_ranks_need_a_sharding(pool: Pools) -> None:
     with pytest.raises(RuntimeError, match="attention over several ranks must know the sharding of its rows, got none"):
         pool(2).run(attend_without_sharding)
 
 
-@pytest.mark.dist
 def test_errors_of_one_rank_are_errors_on_all(pool: Pools) -> None:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         pool(2).run(odd_mask)
@@ -682,7 +671,6 @@ def _attend_wrongly(kind: str) -> list[str]:
     return said
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

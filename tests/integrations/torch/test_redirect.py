@@ -88,7 +88,6 @@ def on_ring(checkpointed: bool) -> dict[str, Tensor]:
     return {"o": o.detach(), **grads}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "checkpointed"), [(2, False), (2, True), (3, False)])
 def test_a_redirected_model_on_ranks_equals_one_process(pool: Pools, world_size: int, checkpointed: bool) -> None:
     expected = results(make())
@@ -162,6 +161,5 @@ def without_sharding() -> str:
     return str(caught.value)
 
 
-@pytest.mark.dist
 def test_ranks_without_a_sharding_are_refused(pool: Pools) -> None:
     assert all("must know the sharding of its rows" in found for found in pool(2).run(without_sharding))

@@ -196,7 +196,6 @@ CALLS = [
 ]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (2, "contiguous"), (4, "zigzag"), (4, "striped")])
 def test_ranks_together_are_torchs_function(pool: Pools, world_size: int, layout: str) -> None:
     for results in pool(world_size).run(run_on_ranks, CALLS, layout, torch.float32):
@@ -212,7 +211,6 @@ WHOLE = [
 ]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "contiguous")])
 def test_whole_masks_are_cut(pool: Pools, world_size: int, layout: str) -> None:
     for results in pool(world_size).run(run_on_ranks, WHOLE, layout, torch.float64, whole_masks=True):
@@ -220,7 +218,6 @@ def test_whole_masks_are_cut(pool: Pools, world_size: int, layout: str) -> None:
             assert_equal_to_torch(call, found, torch.float64)
 
 
-@pytest.mark.dist
 @settings(max_examples=15, deadline=None)
 @given(some=st.lists(calls(), min_size=1, max_size=4), world_size=st.sampled_from([2, 4]))
 def test_any_call_on_ranks_is_torchs(pool: Pools, some: list[Call], world_size: int) -> None:
@@ -284,7 +281,6 @@ def test_causal_biases_of_torch_are_the_masks_that_they_name(compiled: bool) -> 
     assert_causal(causal_biases(compiled))
 
 
-@pytest.mark.dist
 def test_causal_biases_of_torch_mean_the_whole_sequences_on_ranks(pool: Pools) -> None:
     for found in pool(2).run(causal_biases, False):
         assert_causal(found)
@@ -311,7 +307,6 @@ def drop(spread: int) -> tuple[Tensor, int]:
     return sharding.unshard(o, 2), int(torch.randint(0, 2**63 - 1, ()))
 
 
-@pytest.mark.dist
 def test_equal_seeds_drop_the_same_weights_at_any_world_size(pool: Pools) -> None:
     one, seed = drop(0)
     x = torch.linspace(-1, 1, 2 * 9 * 8).view(1, 2, 9, 8).sin().transpose(1, 2)
@@ -353,7 +348,6 @@ def odd_mask() -> None:
     scaled_dot_product_attention(x, x, x, torch.ones(sharding.shard_len, 8 if ring.rank else 9), sharding=sharding)
 
 
-@pytest.mark.dist
 def test_errors_of_one_rank_are_errors_on_all(pool: Pools) -> None:
     with pytest.raises(ValueError, match="must be broadcastable") as caught:
         pool(2).run(odd_mask)

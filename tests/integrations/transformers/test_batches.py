@@ -67,7 +67,6 @@ def disagree_later(what: str, where: str) -> list[str]:
     return errors
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("what", "where"),
     [
@@ -109,7 +108,6 @@ def disagree_in_labels() -> str:
     return str(caught.value)
 
 
-@pytest.mark.dist
 def test_labels_of_first_batches_are_compared_before_any_call(pool: Pools) -> None:
     for text in pool(2).run(disagree_in_labels):
         assert "ring ranks [1] differ" in text
@@ -128,7 +126,6 @@ def count_labels(count: int) -> tuple[float, float]:
     return float(loss), float(grads.norm())
 
 
-@pytest.mark.dist
 def test_a_count_of_the_caller_means_what_it_means_on_one_process(pool: Pools) -> None:
     model = make("llama", "sdpa")
     loss = learn(model, {"input_ids": tokens(9), "labels": tokens(9), "num_items_in_batch": torch.tensor(20)})
@@ -161,7 +158,6 @@ def learn_from_two_rings() -> dict[str, Tensor]:
     return {name: x / 4 for name, x in found.items()}
 
 
-@pytest.mark.dist
 def test_rings_and_micro_batches_with_other_numbers_of_labels_learn_as_one_process(pool: Pools) -> None:
     model = make("llama", "sdpa")
     count = labels_per_ring(uneven_batches())
@@ -187,7 +183,6 @@ def learn_short(kind: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, di
     return loss, part["sharding"].unshard(out.logits.detach()), found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
@@ -222,7 +217,6 @@ def short_rows(batch: dict[str, Tensor]) -> Tensor:
     return part["sharding"].unshard(make("modernbert", "ringattn").eval()(**part).logits)
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="ModernBERT of 4.x attends by itself")
 def test_rows_that_fill_a_short_batch_are_not_seen_by_others(pool: Pools) -> None:
     batch = {"input_ids": tokens(2, rows=2)}
@@ -237,6 +231,5 @@ def short_and_pooled() -> str:
     return str(caught.value)
 
 
-@pytest.mark.dist
 def test_heads_that_choose_a_row_refuse_batches_of_fewer_tokens_than_ranks(pool: Pools) -> None:
     assert all(pool(4).run(short_and_pooled))

@@ -31,7 +31,6 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "inference.json").read_text())["rows"]
 
 
-@pytest.mark.dist
 def test_every_part_has_its_rows_and_their_numbers_agree(pool, tmp_path: Path) -> None:
     asked = ("first", "generate", "token", "throughput")
     words = ["--lengths", "130", "260", "--batches", "1", "2", "--most-batch", "2", "--latency-ms", "1e6"]

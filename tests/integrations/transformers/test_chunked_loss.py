@@ -70,7 +70,6 @@ def padded() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_loss_and_gradients_of_chunks_are_those_of_the_model(pool: Pools, kind: str) -> None:
     model = language_model(kind, "eager")
@@ -112,7 +111,6 @@ def train(folder: str, cp: int, **options: Any) -> Any:
         return outcome(trainer, start)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [(2, {}), pytest.param(4, {**FSDP, "eval_strategy": "no"}, marks=OF_FIVE)],

@@ -40,7 +40,6 @@ def compiled_steps(kind: str, padded: bool) -> tuple[int, list[tuple[Tensor, dic
     return counter.frame_count, found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "padded", "world_size"),
     [

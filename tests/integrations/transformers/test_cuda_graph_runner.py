@@ -82,7 +82,6 @@ def coming_and_going(kind: str) -> tuple[list[tuple[int, ...]], int, int]:
     return recorder.shapes, recorder.replays, steps + 1
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
 def test_replays_equal_plain_calls_while_requests_are_added_and_freed(pool: Pools, kind: str) -> None:
     for shapes, replays, steps in pool(2).run(coming_and_going, kind):
@@ -98,7 +97,6 @@ def several_tokens() -> None:
     assert twins.recorder.replays == 4
 
 
-@pytest.mark.dist
 def test_several_new_tokens_are_replayed_from_the_second_call_of_their_shape_on(pool: Pools) -> None:
     pool(2).run(several_tokens)
 
@@ -120,7 +118,6 @@ def growing() -> tuple[list[int], int, int]:
         cuda_graph_runner.LEAST_BLOCKS = before
 
 
-@pytest.mark.dist
 def test_a_graph_that_is_outgrown_is_recorded_anew_once_for_all_that_is_reserved(pool: Pools) -> None:
     for rooms, records, replays in pool(2).run(growing):
         assert [len(set(rooms[i : i + 8])) for i in (0, 8, 16)] == [1, 1, 1]
@@ -139,7 +136,6 @@ def refused(rank: int, **how: Any) -> tuple[list[str], str | None, int, int]:
     return twins.said, twins.replayed.refusal, recorder.records, twins.replayed.captured
 
 
-@pytest.mark.dist
 def test_a_call_that_one_rank_cannot_capture_is_plain_on_all_and_earlier_graphs_stay(pool: Pools) -> None:
     (said0, why0, *counts0), (said1, why1, *counts1) = pool(2).run(refused, 1, fails=2)
     assert counts0 == counts1 == [2, 1]
@@ -149,7 +145,6 @@ def test_a_call_that_one_rank_cannot_capture_is_plain_on_all_and_earlier_graphs_
     assert said1 == [f"decoding continues without more CUDA graphs: {why1}"]
 
 
-@pytest.mark.dist
 def test_a_replay_that_lies_is_found_at_once_and_dropped_on_all_ranks(pool: Pools) -> None:
     (said0, why0, *counts0), (said1, why1, *counts1) = pool(2).run(refused, 1, stuck=True)
     assert counts0 == counts1 == [1, 0]
@@ -169,7 +164,6 @@ def prepared() -> None:
     assert (recorder.records, recorder.replays) == (3, 3)
 
 
-@pytest.mark.dist
 def test_prepared_shapes_are_not_captured_again(pool: Pools) -> None:
     pool(2).run(prepared)
 
@@ -208,7 +202,6 @@ def packed(kind: str) -> tuple[list[tuple[int, ...]], int]:
     return shapes, recorder.replays
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
 def test_short_prompts_in_pieces_equal_prefill(pool: Pools, kind: str) -> None:
     for world_size in (1, 2):
@@ -250,7 +243,6 @@ def refused_packed(rank: int, **how: Any) -> tuple[list[str], int]:
     return [str(one.message) for one in caught], twins.replayed.most_pieces
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("how", [{"fails": 1}, {"stuck": True}])
 def test_packed_calls_that_can_not_be_replayed_are_dropped_on_all_ranks(pool: Pools, how: dict[str, Any]) -> None:
     for said, pieces in pool(2).run(refused_packed, 1, **how):
@@ -288,7 +280,6 @@ SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 20, "max_new_tokens":
 LOOKED_UP = {"input_ids": tokens(9).repeat(1, 3), "prompt_lookup_num_tokens": 4, "eos_token_id": 2}
 
 
-@pytest.mark.dist
 def test_generation_by_replays_is_generation(pool: Pools) -> None:
     """Greedy and sampled, with padding on the left, by beams, and with guesses that are taken back, in one cache."""
     calls = [{**PROMPTS, **GREEDY}, {**PROMPTS, **SAMPLED}, {**PROMPTS, **GREEDY, "num_beams": 3}]
@@ -325,7 +316,6 @@ def hung(timeout: float) -> tuple[str, int, float]:
 ONE = {"input_ids": tokens(21), "attention_mask": torch.ones(1, 21).long()}
 
 
-@pytest.mark.dist
 def test_a_replay_that_does_not_end_is_an_error_of_generate_on_every_rank(pool: Pools) -> None:
     for rank, (said, length, seconds) in enumerate(pool(2).run(hung, 0.2)):
         assert said.startswith(f"ring rank {rank} of ring ")
@@ -359,7 +349,6 @@ def go_down(folder: str) -> None:
     run.run_rank(ServeArgs("tiny", device="cpu", port=0, cache_gib=0.002, max_running=2, timeout=60.0))
 
 
-@pytest.mark.dist
 def test_a_replay_that_does_not_end_ends_every_rank_of_the_server(pool: Pools, tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     with pytest.raises(RankError, match="died with exit code 1"):

@@ -327,7 +327,6 @@ def _compile_on(fault: str) -> tuple[int, list[str], bool]:
     return count, said, any("forward" in vars(part) for part in model.modules())
 
 
-@pytest.mark.dist
 def test_a_rank_that_fails_or_gets_other_bits_stops_all(pool: Pools) -> None:
     here, there = pool(2).run(_compile_on, "fails")
     assert here == (0, ["LlamaForCausalLM decodes without torch.compile: another rank failed"], False)

@@ -76,7 +76,6 @@ def run_loop(folder: str) -> torch.Tensor:
     return names["logits"].detach()
 
 
-@pytest.mark.dist
 def test_the_page_prints_the_same_on_two_ranks(pool: Pools, tmp_path: Path) -> None:
     model = make("llama", "sdpa", torch.float32)
     model.save_pretrained(tmp_path)
@@ -97,7 +96,6 @@ def run_generation(folder: str) -> list[list[Any]]:
     return [names[name].tolist() for name in ("answer", "ids", "beams", "lasts")]
 
 
-@pytest.mark.dist
 def test_the_page_generates_the_same_on_two_ranks(pool: Pools, tmp_path: Path) -> None:
     make("llama", "sdpa", torch.float32).save_pretrained(tmp_path)
     alone, (one, other) = pool(1).run(run_generation, str(tmp_path))[0], pool(2).run(run_generation, str(tmp_path))

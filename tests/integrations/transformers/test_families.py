@@ -32,7 +32,6 @@ def kind_of(verdict: str) -> str:
     return verdict.partition(":")[0]
 
 
-@pytest.mark.dist
 @pytest.mark.families
 @pytest.mark.parametrize("kind", TRIED)
 def test_a_family_on_two_ranks_does_what_the_table_says(pool: Pools, kind: str) -> None:
@@ -43,7 +42,6 @@ def test_a_family_on_two_ranks_does_what_the_table_says(pool: Pools, kind: str) 
                 assert kind_of(verdict) == kind_of(TABLE[kind][mode]), verdict
 
 
-@pytest.mark.dist
 @pytest.mark.families
 @pytest.mark.skipif(transformers.__version__ != FOUND["transformers"], reason="the table is of another release")
 @pytest.mark.parametrize("kind", LATENT_FAMILIES)

@@ -36,7 +36,6 @@ def take_on_ranks(x: Tensor, positions: Tensor, layout: str) -> tuple[Tensor, Te
     return rows.detach(), grad
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize(("world_size", "length"), [(1, 5), (2, 13), (4, 3)])  # the last leaves a rank without rows
 def test_rows_and_their_gradients_come_from_the_rank_that_holds_them(
@@ -77,7 +76,6 @@ def refuse_on_one_rank() -> str:
     return ""
 
 
-@pytest.mark.dist
 def test_a_position_that_one_rank_refuses_is_refused_on_all(pool: Pools) -> None:
     for found in pool(2).run(refuse_on_one_rank):
         assert "positions must be from 0 to 5, got [[6]]" in found
@@ -143,7 +141,6 @@ def classify(kind: str, batch: dict[str, Tensor], layout: str) -> tuple[Tensor, 
     return out.loss.detach(), out.logits.detach(), grads
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "side"),
     # the first row, which other encoders choose, must be a token: attention gives zeros to padding
@@ -186,7 +183,6 @@ def base_of(kind: str, attention: str) -> Any:
     return AutoModel.from_config(config, attn_implementation=attention).double().eval()
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="BERT of 4.x attends by itself")
 def test_a_pooler_chooses_from_the_whole_sequence(pool: Pools) -> None:
     batch = padded("right")
@@ -224,7 +220,6 @@ def own_head(pooling: bool | None) -> Any:
         return str(error)
 
 
-@pytest.mark.dist
 def test_a_head_of_the_users_own_chooses_the_right_row_or_is_refused(pool: Pools) -> None:
     expected = own_head(None)
     for found in pool(2).run(own_head, True):
@@ -254,14 +249,12 @@ def call_unaware(kind: str, attention: str, **entries: Tensor) -> str:
     return ""
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("row", refused(ROWS, "shard_batch"), ids=str)
 def test_models_that_attend_by_themselves_are_refused_on_every_rank(pool: Pools, row: ModelRow) -> None:
     for found in pool(2).run(call_unaware, row.kind, "ringattn"):
         assert re.search(row.refusal, found)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_model_with_another_attention_is_refused_on_every_rank(pool: Pools, padded: bool) -> None:
     """Before it runs: torch found that the mask of the whole sequence does not fit the rows of a rank."""
@@ -302,7 +295,6 @@ def average_labels(return_dict: bool) -> str:
     return ""
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("return_dict", [True, False])
 def test_a_loss_that_is_averaged_over_the_labels_of_a_shard_is_refused(pool: Pools, return_dict: bool) -> None:
     for told in pool(2).run(average_labels, return_dict):
@@ -334,7 +326,6 @@ def train_head(kind: str, options: dict[str, Any], length: int) -> str:
         return str(error)
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="encoders of 4.x do not ask for attention by name")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["modernbert", "bert", "token"])
@@ -343,7 +334,6 @@ def test_heads_that_predict_in_place_refuse_shifted_labels(pool: Pools, kind: st
         assert found.startswith("shift_labels must be False for ")
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_heads_of_the_next_token_refuse_labels_that_are_not_shifted(pool: Pools, ranks: int) -> None:
     """A model would shift those of a shard, and the first label counts though nothing predicts it."""
@@ -351,7 +341,6 @@ def test_heads_of_the_next_token_refuse_labels_that_are_not_shifted(pool: Pools,
         assert found.startswith("shift_labels must be True for LlamaForCausalLM")
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="these of 4.x do not ask for attention by name, or take no keywords")
 @pytest.mark.parametrize(
     ("kind", "options", "length"),
@@ -383,7 +372,6 @@ def call_wrongly(name: str) -> str:
     return ""
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "match"),
     [

@@ -178,7 +178,6 @@ def alone(kind: str, batch: dict[str, Any], attention: str = "sdpa") -> tuple[Te
     return loss.detach(), grads_of(model)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("padding", ["", "left", "right"])
 @pytest.mark.parametrize("kind", [row.kind for row in works(ROWS, "shard_batch") if row.kind not in OWN_LOSS])
 def test_images_on_a_ring_give_the_gradients_of_one_process(pool: Pools, kind: str, padding: str) -> None:
@@ -198,7 +197,6 @@ def text_alone(rows: int = 2) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_text_without_images_learns_as_on_one_process(pool: Pools, kind: str) -> None:
     batch = text_alone()
@@ -227,7 +225,6 @@ def with_video() -> dict[str, Tensor]:
     return batch
 
 
-@pytest.mark.dist
 def test_a_video_on_a_ring_gives_the_gradients_of_one_process(pool: Pools) -> None:
     expected = alone("qwen2_5_vl", with_video())
     for found in pool(2).run(learn, "qwen2_5_vl", with_video(), "zigzag"):
@@ -243,7 +240,6 @@ def refusal(kind: str, batch: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(FIVE, reason="5.x says which tokens belong to an image")
 def test_tokens_of_an_image_that_see_each_other_are_refused(pool: Pools) -> None:
     # its loss is refused before; without labels the mask is
@@ -259,7 +255,6 @@ def other_images_on_one_rank(batch: dict[str, Any]) -> str:
     return refusal("llava", batch)
 
 
-@pytest.mark.dist
 def test_images_that_differ_between_ranks_are_refused(pool: Pools) -> None:
     for found in pool(2).run(other_images_on_one_rank, with_images("llava")):
         assert "the tokens and labels of a batch must be the same on all ranks" in found
@@ -276,7 +271,6 @@ def test_positions_that_do_not_fit_the_tokens_are_refused(shape: tuple[int, ...]
         shard_batch({**batch, "position_ids": torch.zeros(shape, dtype=torch.long)}, Ring())
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("rows", [3, 4])
 def test_positions_of_several_dimensions_may_be_given(pool: Pools, rows: int) -> None:
     batch = with_images("qwen2_5_vl")
@@ -290,7 +284,6 @@ def test_positions_of_several_dimensions_may_be_given(pool: Pools, rows: int) ->
         assert_equal(found, expected)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("rows", [3, 4])
 @pytest.mark.parametrize("padding", ["", "left", "documents"])
 def test_text_may_have_positions_of_several_dimensions(pool: Pools, rows: int, padding: str) -> None:
@@ -313,7 +306,6 @@ def test_text_may_have_positions_of_several_dimensions(pool: Pools, rows: int, p
         assert_equal(found, expected)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("rows", [3, 4])
 def test_embeddings_may_come_with_the_positions_of_their_images(pool: Pools, rows: int) -> None:
     batch: dict[str, Tensor] = text_alone(1)
@@ -351,7 +343,6 @@ def turns(model: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", [row.kind for row in works(ROWS, "RingCache") if row.kind not in WITHOUT_POSITIONS])
 def test_generation_after_images_equals_one_process(pool: Pools, kind: str, options: dict[str, Any]) -> None:
@@ -393,7 +384,6 @@ def continue_text(model: Any, ids: Tensor, more: Tensor, batch: dict[str, Any], 
     return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **types, **options)
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="positions of a second turn differ in 4.x")
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
 def test_text_after_an_answer_about_images_equals_one_process(pool: Pools, kind: str) -> None:
@@ -412,7 +402,6 @@ def cache_refusal(kind: str, batch: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="4.x says of no mask which tokens belong to an image")
 @pytest.mark.parametrize("row", refused(ROWS, "RingCache"), ids=str)
 def test_a_cache_refuses_tokens_of_an_image_that_see_each_other(pool: Pools, row: ModelRow) -> None:

@@ -56,10 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LENGTH = 41
 NEW_TOKENS = 7
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="4.57 expands latents before its cache"),
-]
+pytestmark = pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="4.57 expands latents before its cache")
 
 
 def make(kind: str, attention: str, **sizes: Any) -> Any:

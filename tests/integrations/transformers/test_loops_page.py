@@ -25,7 +25,6 @@ def block_of(title: str) -> str:
     return next(code for named, code, _ in blocks("loops.md") if title in named)
 
 
-@pytest.mark.dist
 def test_the_loop_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     code = block_of("loop.py")
     script = tmp_path / "loop.py"
@@ -45,7 +44,6 @@ def numbers_of(title: str, sizes: tuple[int, int]) -> tuple[float, ...]:
     return found["numbers"]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("title", ["pipeline.py", "vocabulary.py"])
 def test_a_ring_beside_another_split_has_the_loss_and_gradients_of_one_process(pool: Pools, title: str) -> None:
     page = (Path(__file__).parents[3] / "docs/loops.md").read_text()
@@ -91,7 +89,6 @@ def quantized_steps(folder: str) -> list[float]:
     return losses
 
 
-@pytest.mark.dist
 def test_adapters_of_a_quantized_model_train_as_on_one_process(pool: Pools, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     sizes: dict[str, Any] = {

@@ -65,7 +65,6 @@ def assert_equal(found: Sequence[Tensor], kind: str, ends: Sequence[Sequence[tup
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_packed_prompts_chunks_and_decoding_are_one_model(pool: Pools, kind: str, world_size: int) -> None:
@@ -97,7 +96,6 @@ def by_hand(kind: str) -> tuple[int, Tensor, Tensor, Tensor]:
     return step.rows, mine, logits[0], drafted[0]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
 def test_programs_may_shard_batches_by_themselves(pool: Pools, kind: str) -> None:
     expected = alone(kind, tokens(29)[0])
@@ -146,7 +144,6 @@ def added_up() -> tuple[Tensor, bool]:
     return found, found is whole
 
 
-@pytest.mark.dist
 def test_rows_that_one_rank_has_come_to_all_unchanged(pool: Pools) -> None:
     for found, in_place in pool(2).run(added_up):
         expected = torch.tensor([[0.1, 1.1, 0.0]] * 2, dtype=torch.bfloat16)

@@ -90,7 +90,6 @@ def assert_equal(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor
         assert error < (5e-5 if grad.dtype == torch.float32 else 5e-6), f"{name}: relative error {error:.1e}"
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "kind", [kind for kind in DECODERS if FIVE or kind != "gpt2"]
 )  # whose layers of 4.57 pass no sharding on
@@ -101,7 +100,6 @@ def test_gradients_of_decoders_on_a_ring_equal_one_process(pool: Pools, kind: st
         assert_equal(found, alone(kind, batch))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "balanced", "zigzag"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_every_layout_and_world_size_is_the_same_model(pool: Pools, layout: str, implementation: str) -> None:
@@ -113,7 +111,6 @@ def test_every_layout_and_world_size_is_the_same_model(pool: Pools, layout: str,
     )
 
 
-@pytest.mark.dist
 def test_experts_are_balanced_over_the_tokens_of_all_ranks(pool: Pools) -> None:
     """With padding, which the balance leaves out; gradients of the routers are those of one process."""
     batch = _padded("right")
@@ -141,7 +138,6 @@ def _padded(side: str) -> dict[str, Tensor]:
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("side", ["left", "right", "hole"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_padding_changes_no_output_and_no_gradient(pool: Pools, kind: str, side: str) -> None:
@@ -149,7 +145,6 @@ def test_padding_changes_no_output_and_no_gradient(pool: Pools, kind: str, side:
     assert_equal(pool(2).run(on_ranks, kind, batch, "zigzag", {})[0], alone(kind, batch))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("side", ["left", "right", "hole"])
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_gradients_of_encoders_on_a_ring_equal_one_process(pool: Pools, kind: str, side: str) -> None:
@@ -183,7 +178,6 @@ def embed(batch: dict[str, Any], implementation: str) -> tuple[Tensor, dict[str,
     return hidden.detach() * tokens_here[:, :, None], grads
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("side", ["left", "right", "hole"])
 def test_a_bidirectional_gemma_on_a_ring_equals_one_process(pool: Pools, side: str) -> None:
     batch = _padded(side)
@@ -193,14 +187,12 @@ def test_a_bidirectional_gemma_on_a_ring_equals_one_process(pool: Pools, side: s
     assert_equal((expected[0].sum(), found[1]), (expected[0].sum(), expected[1]))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_recomputes_the_same_ring(pool: Pools, reentrant: bool) -> None:
     batch = _padded("left")
     assert_equal(pool(2).run(on_ranks, "gemma2", batch, "zigzag", {}, reentrant)[0], alone("gemma2", batch))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_dropout_on_a_ring_equals_one_process(pool: Pools, reentrant: bool | None) -> None:
     ids = tokens(26)

@@ -35,7 +35,6 @@ def samples() -> list[dict[str, list[int]]]:
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", ["zigzag", "balanced", "striped"])
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -54,7 +53,6 @@ def rows_of_documents(lengths: list[tuple[int, ...]]) -> dict[str, Tensor]:
     return {name: torch.stack(x) for name, x in found.items()}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_rows_with_different_documents_learn_as_one_row_of_all(pool: Pools, layout: str) -> None:
     lengths = [(5, 8), (11, 2), (13,)]
@@ -79,7 +77,6 @@ def placed_on_ranks() -> tuple[int, int, list[int], torch.Tensor]:
     return sharding.shard_len, ring.rank, sharding.positions.tolist(), logits
 
 
-@pytest.mark.dist
 def test_a_collator_places_documents_over_ranks(pool: Pools) -> None:
     found = pool(2).run(placed_on_ranks)
     model = make("llama", "ringattn")
@@ -188,7 +185,6 @@ def parts(batch: dict[str, Any], layout: str, options: dict[str, Any]) -> dict[s
     return shard_batch(batch, Ring(), layout, **options)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("length", [2, 5, 22])
 def test_the_parts_of_a_batch_are_the_batch(pool: Pools, layout: str, length: int) -> None:
@@ -238,7 +234,6 @@ def test_positions_restart_when_only_lengths_of_documents_are_given() -> None:
     assert not {name for name in part if name.startswith(("cu_seq", "max_length"))}
 
 
-@pytest.mark.dist
 def test_a_rank_without_labels_has_a_loss_of_zero(pool: Pools) -> None:
     ids = tokens(16)
     labels = ids.clone()
@@ -269,7 +264,6 @@ def disagree() -> str:
     return str(caught.value)
 
 
-@pytest.mark.dist
 def test_ranks_that_read_different_samples_raise(pool: Pools) -> None:
     for text in pool(2).run(disagree):
         assert "got input_ids [1, 8] " in text
@@ -320,7 +314,6 @@ def pack_family(kind: str, ids: Tensor, positions: Tensor) -> Tensor:
     return part["sharding"].unshard(make_family(kind, "ringattn")(**part).logits)
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not transformers.__version__.startswith("5."), reason="4.x does not have all of them")
 @pytest.mark.parametrize(
     "kind", [x if x in ("opt", "olmo_hybrid") else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES]

@@ -127,7 +127,6 @@ def learn(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, grads
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", DECODERS)
 def test_decoders_of_the_readme_learn_and_generate_as_on_one_process(pool: Pools, kind: str) -> None:
     ids = tokens(LENGTH)
@@ -154,7 +153,6 @@ def encode(kind: str, begin: int) -> Tensor:
     return part["sharding"].unshard(make(kind, "ringattn").eval()(**part).logits.detach())
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not transformers.__version__.startswith("5."), reason="4.x computes their attention itself")
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_encoders_of_the_readme_give_what_one_process_gives(pool: Pools, kind: str) -> None:
@@ -170,7 +168,6 @@ def learn_on_a_ring(kind: str) -> None:
     make(kind, "ringattn")(**shard_batch({"input_ids": ids, "labels": ids}, Ring()))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", REFUSED)
 def test_models_that_the_readme_calls_refused_raise(pool: Pools, kind: str) -> None:
     if kind not in transformers.CONFIG_MAPPING:
@@ -179,7 +176,6 @@ def test_models_that_the_readme_calls_refused_raise(pool: Pools, kind: str) -> N
         pool(2).run(learn_on_a_ring, kind)
 
 
-@pytest.mark.dist
 @pytest.mark.skipif("gemma4_text" not in transformers.CONFIG_MAPPING, reason="this release has no such model")
 def test_gemma_4_trains_on_a_ring_as_on_one_process(pool: Pools) -> None:
     ids = tokens(LENGTH)

@@ -185,7 +185,6 @@ def alone(kind: str, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     return learn(model, {**batch, "use_cache": False}), gradients(model)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("row", SERVED, ids=str)
 def test_ranks_equal_one_process(pool: Pools, row: ModelRow) -> None:
     ids = tokens(37, rows=2)
@@ -203,7 +202,6 @@ ALSO_ALONE = (*EACH, *(["mamba2"] if FIVE else []))
 """The same, and one without attention."""
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", ["striped", "balanced", "zigzag"])
 @pytest.mark.parametrize("kind", EACH)
 def test_every_layout_is_the_same_model(pool: Pools, kind: str, layout: str) -> None:
@@ -212,7 +210,6 @@ def test_every_layout_is_the_same_model(pool: Pools, kind: str, layout: str) -> 
     assert_equal(pool(3).run(on_ranks, kind, batch, layout)[0], alone(kind, batch))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("side", ["left", "right", "hole"])
 @pytest.mark.parametrize("kind", ALSO_ALONE)
 def test_padding_changes_no_output_and_no_gradient(pool: Pools, kind: str, side: str) -> None:
@@ -220,7 +217,6 @@ def test_padding_changes_no_output_and_no_gradient(pool: Pools, kind: str, side:
     assert_equal(pool(2).run(on_ranks, kind, batch, "zigzag")[0], alone(kind, batch))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ALSO_ALONE)
 def test_packed_documents_do_not_see_each_other(pool: Pools, kind: str) -> None:
     lengths = [3, 17, 1, 12]
@@ -240,7 +236,6 @@ def test_packed_documents_do_not_see_each_other(pool: Pools, kind: str) -> None:
         assert_equal(found, (loss, gradients(model)))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", [*ALSO_ALONE, *(["falcon_h1"] if FIVE else [])])
 def test_checkpointing_changes_nothing(pool: Pools, kind: str, reentrant: bool) -> None:
@@ -270,7 +265,6 @@ def with_wrapper(kind: str, batch: dict[str, Any], wrapper: str) -> tuple[Tensor
     return loss, grads
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="once is enough")
 @pytest.mark.parametrize(
     ("kind", "wrapper"),
@@ -314,7 +308,6 @@ def trained(folder: str, kind: str, implementation: str) -> tuple[list[float], d
     return losses, {name: x.detach().clone() for name, x in model.named_parameters()}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", [EACH[-1], *(["mamba2"] if FIVE else [])])
 def test_trainer_on_a_ring_trains_as_in_one_process(pool: Pools, tmp_path: Path, kind: str) -> None:
     losses, parameters = trained(str(tmp_path), kind, "eager" if kind == "mamba2" else "sdpa")
@@ -345,7 +338,6 @@ def classify(batch: dict[str, Any], implementation: str) -> tuple[Tensor, dict[s
     return loss, grads
 
 
-@pytest.mark.dist
 def test_a_head_that_chooses_a_row_chooses_behind_recurrent_layers(pool: Pools) -> None:
     batch = {"input_ids": tokens(23, rows=2), "labels": torch.tensor([2, 0])}
     for found in pool(2).run(classify, batch, "ringattn"):
@@ -363,7 +355,6 @@ def half_precision(kind: str, batch: dict[str, Any], mixed: bool) -> Tensor:
     return ring.sum(loss) / ring.world_size
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("kind", EACH)
 def test_bf16_rounds_as_in_one_process(pool: Pools, kind: str, mixed: bool) -> None:
@@ -401,7 +392,6 @@ def copied(kind: str) -> tuple[Tensor, Tensor]:
     return learn(model, part), learn(copy.deepcopy(model), part)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ALSO_ALONE)
 def test_a_copy_works_over_shards_too(pool: Pools, kind: str) -> None:
     for first, second in pool(2).run(copied, kind):
@@ -469,7 +459,6 @@ def call_wrongly(how: str) -> str:
     return ""
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "match"),
     [

@@ -194,7 +194,6 @@ def share_other_layers(kind: str) -> str:
     return ""
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", OF_OTHER_LAYERS)
 def test_layers_that_mix_rows_without_attention_are_refused(pool: Pools, kind: str) -> None:
     for found in pool(2).run(share_other_layers, kind):
@@ -266,7 +265,6 @@ def share_alone(kind: str, given: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="several of these are of 5.x")
 @pytest.mark.parametrize("given", [True, False], ids=["mask", "plain"])
 @pytest.mark.parametrize("kind", ALONE)
@@ -298,7 +296,6 @@ def share_head(kind: str, given: dict[str, Any], pooling: bool) -> tuple[float, 
     return float((found - expected)[:, :10].norm() / expected[:, :10].norm()), ""
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="BERT of 4.x attends by itself")
 def test_heads_that_read_the_attention_mask_are_refused_before_they_run(pool: Pools) -> None:
     ids = tokens(12).masked_fill(torch.arange(12) == 4, 60)
@@ -323,7 +320,6 @@ def share_without_positions(kind: str, labelled: bool) -> str:
     return ""
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("labelled", [False, True])
 # those of 4.x do not swallow the keyword
 @pytest.mark.parametrize("kind", ["bart", "blenderbot"] if FIVE else [])
@@ -354,7 +350,6 @@ def share_roberta(begin: int) -> tuple[float, str]:
     return float((found - expected).norm() / expected.norm()), ""
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="RoBERTa of 4.x attends by itself")
 def test_positions_that_do_not_begin_where_the_model_counts_from_are_refused(pool: Pools) -> None:
     for distance, refused in pool(2).run(share_roberta, 2):
@@ -382,7 +377,6 @@ def share_mobilebert() -> str:
     return ""
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="MobileBERT of 4.x attends by itself")
 def test_tokens_that_are_embedded_with_their_neighbours_are_refused(pool: Pools) -> None:
     for found in pool(2).run(share_mobilebert):
@@ -406,7 +400,6 @@ def share_stablelm(rank_alone: bool) -> list[str]:
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="layers of 4.x do not swallow the keyword")
 def test_layers_that_pass_no_keywords_on_are_named(pool: Pools) -> None:
     told = "does not pass keywords on (as in StableLM and Nemotron): run this model on one process"
@@ -438,7 +431,6 @@ def share_esm(counted: str, token_dropout: bool) -> tuple[float, str]:
     return float((found - expected).norm() / expected.norm()), ""
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="ESM of 4.x draws its masks itself")
 def test_embeddings_that_count_the_rows_of_a_rank_are_refused(pool: Pools) -> None:
     for distance, refused in pool(2).run(share_esm, "rotary", False):
@@ -493,7 +485,6 @@ def make_caches_with_one_wrong_number() -> list[str]:
     return said
 
 
-@pytest.mark.dist
 def test_numbers_of_a_cache_that_are_wrong_on_one_rank_are_refused_on_all(pool: Pools) -> None:
     for table, batch in pool(2).run(make_caches_with_one_wrong_number):
         assert "max_tokens must be at most 16, the positions that GPT2LMHeadModel has learned, got 17" in table
@@ -611,7 +602,6 @@ def refused_on_ranks() -> dict[str, str]:
     return found
 
 
-@pytest.mark.dist
 def test_every_rank_refuses_positions_that_are_wrong_on_some(pool: Pools) -> None:
     for rank, found in enumerate(pool(2).run(refused_on_ranks)):
         for name, told in {
@@ -650,7 +640,6 @@ def positions_that_fit() -> None:
     model(sharding.shard(ids), position_ids=sharding.positions[None], sharding=sharding, use_cache=False)
 
 
-@pytest.mark.dist
 def test_positions_may_count_from_any_start_that_leaves_distances_alone(pool: Pools) -> None:
     pool(2).run(positions_that_fit)
 
@@ -663,7 +652,6 @@ def with_inference_mode() -> Tensor:
         return part["sharding"].unshard(logits).clone()
 
 
-@pytest.mark.dist
 def test_evaluation_needs_no_gradients(pool: Pools) -> None:
     with torch.no_grad():
         expected = make("llama", "sdpa").eval()(tokens(12)).logits
@@ -700,7 +688,6 @@ def _call_wrongly(kind: str) -> list[str]:
     return said
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

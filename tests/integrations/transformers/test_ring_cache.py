@@ -79,7 +79,6 @@ def assert_same(
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sampled", "beams"])
 @pytest.mark.parametrize("kind", DECODERS)
@@ -93,7 +92,6 @@ PADDED = prompts(rows=3, length=29, padding=5)
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sampled", "beams"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "llama4"])
 def test_batches_padded_on_the_left_generate_the_same_tokens(pool: Pools, kind: str, options: dict[str, Any]) -> None:
@@ -101,7 +99,6 @@ def test_batches_padded_on_the_left_generate_the_same_tokens(pool: Pools, kind: 
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize("chunk", [8, 19])
 @pytest.mark.parametrize("kind", ["mistral", "gemma2"])
 def test_prompts_may_come_in_chunks(pool: Pools, kind: str, chunk: int) -> None:
@@ -110,7 +107,6 @@ def test_prompts_may_come_in_chunks(pool: Pools, kind: str, chunk: int) -> None:
         assert_same(pool, world_size, kind, {**prompts(rows=2), **GREEDY, "prefill_chunk_size": chunk})
 
 
-@pytest.mark.dist
 def test_a_virtual_rank_per_process_generates_the_tokens_of_one_process(pool: Pools) -> None:
     given = {**prompts(rows=2), **GREEDY, "prefill_chunk_size": 19}
     assert_same(pool, 2, "llama", given, virtual_size=2)
@@ -131,7 +127,6 @@ def test_several_virtual_ranks_of_a_process_are_refused_before_memory_is_allocat
         RingCache(model, ring, max_tokens=64)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "llama4"])
 @pytest.mark.parametrize("chunk", [8, 19])
 def test_padding_may_be_longer_than_a_chunk(pool: Pools, kind: str, chunk: int) -> None:
@@ -153,7 +148,6 @@ def padded_alone(mask: Tensor, turns: int) -> tuple[list[list[int]], list[int]]:
         return ids.tolist(), cache._paddings
 
 
-@pytest.mark.dist
 def test_a_row_of_padding_alone_changes_no_other_row(pool: Pools) -> None:
     mask = torch.ones(2, 29, dtype=torch.long)
     expected, _ = padded_alone(mask, 2)
@@ -215,7 +209,6 @@ def several_turns(kind: str, implementation: str) -> list[Tensor]:
         return talk(cache)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_turns_go_on_where_the_last_one_ended(pool: Pools, kind: str) -> None:
     expected = several_turns(kind, "eager" if kind in EAGER else "sdpa")
@@ -223,7 +216,6 @@ def test_turns_go_on_where_the_last_one_ended(pool: Pools, kind: str) -> None:
         assert [x.tolist() for x in found] == [x.tolist() for x in expected]
 
 
-@pytest.mark.dist
 def test_turns_after_beams_are_computed_one_after_another(pool: Pools) -> None:
     first = {**prompts(rows=1, length=19), **BEAMS, "num_return_sequences": 3, "max_new_tokens": 5}
     longer = {"input_ids": tokens(50, rows=3, seed=3), **GREEDY}
@@ -235,7 +227,6 @@ def test_turns_after_beams_are_computed_one_after_another(pool: Pools) -> None:
     assert_same(pool, 2, "llama", first, longer, batch=3)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_candidates_are_checked_in_one_call(pool: Pools, options: dict[str, Any]) -> None:
     """Assisted decoding asks for the logits of several tokens, and takes back the tokens it does not believe."""
@@ -245,7 +236,6 @@ def test_candidates_are_checked_in_one_call(pool: Pools, options: dict[str, Any]
     assert_same(pool, 2, "qwen3", looked_up)
 
 
-@pytest.mark.dist
 def test_several_answers_to_one_prompt_are_drawn(pool: Pools) -> None:
     assert_same(pool, 2, "llama", {**prompts(), **SAMPLED, "num_return_sequences": 4})
 
@@ -257,7 +247,6 @@ def logits_of(keep: Any) -> Tensor:
         return model(tokens(40, rows=2), past_key_values=cache, logits_to_keep=keep).logits
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("keep", [0, 1, 7, torch.tensor([3, 39, 20])], ids=["all", "last", "seven", "some"])
 def test_logits_of_any_rows_come_to_every_rank(pool: Pools, keep: Any) -> None:
     with torch.no_grad():
@@ -283,14 +272,12 @@ def reordered(implementation: str) -> Tensor:
         return model(tokens(19, rows=6, seed=3), past_key_values=cache).logits
 
 
-@pytest.mark.dist
 def test_sequences_may_be_reordered(pool: Pools) -> None:
     expected = reordered("sdpa")
     for found in pool(2).run(reordered, "ringattn"):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.dist
 def test_an_assistant_model_drafts_and_the_ring_checks(pool: Pools) -> None:
     given = {**prompts(length=21), "do_sample": False, "max_new_tokens": 10, "eos_token_id": 2}
     expected = make("llama", "sdpa", torch.float32).eval().generate(**given)
@@ -298,7 +285,6 @@ def test_an_assistant_model_drafts_and_the_ring_checks(pool: Pools) -> None:
         assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.dist
 def test_drafts_of_an_assistant_model_are_the_same_on_all_ranks(pool: Pools) -> None:
     given = {**prompts(length=21), **SAMPLED}
     model, small = (make("llama", "sdpa", torch.float32, **sizes).eval() for sizes in ({}, {"num_hidden_layers": 1}))
@@ -370,7 +356,6 @@ def broken(calls: list[tuple[int, dict[str, Any]]], given: dict[str, Any]) -> li
     return answers
 
 
-@pytest.mark.dist
 def test_a_model_answers_as_before_after_a_generation_however_it_ended(pool: Pools) -> None:
     given = {**FEW, "do_sample": False, "max_new_tokens": 5}
     calls = [(3, BEAMS), (3, {**GREEDY, "prompt_lookup_num_tokens": 3}), (0, GREEDY)]
@@ -405,7 +390,6 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.dist
 def test_unsupported_generation_is_refused_on_every_rank_before_anything_is_computed(pool: Pools) -> None:
     found = refused_generation(-1)
     for name, told in UNUSABLE.items():
@@ -425,7 +409,6 @@ def stopped_by_the_clock(criteria: list[Any]) -> str:
             return str(error)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("criteria", [[], [transformers.MaxTimeCriteria(1e6)]], ids=["option", "criterion"])
 def test_ranks_do_not_stop_by_the_clock(pool: Pools, criteria: list[Any]) -> None:
     """One of them would stop a token before the others; alone it may."""
@@ -448,7 +431,6 @@ def refused_modes() -> list[str]:
     return found
 
 
-@pytest.mark.dist
 def test_generation_refuses_training_among_ranks_and_guidance(pool: Pools) -> None:
     """Training drops other rows on each rank, and logits would differ between ranks."""
     guidance = "guidance_scale must be left out with a RingCache, got 1.5"
@@ -488,14 +470,12 @@ def composite_on_ranks() -> Tensor:
         return composite("ringattn", {"past_key_values": lambda model: stack.enter_context(enter(model))})
 
 
-@pytest.mark.dist
 def test_a_model_of_images_generates_from_text(pool: Pools) -> None:
     expected = composite("sdpa", {})
     for found in (composite_on_ranks(), *pool(2).run(composite_on_ranks)):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.dist
 def test_embeddings_serve_as_a_prompt_and_every_rank_stores_a_part(pool: Pools) -> None:
     model = make("llama", "sdpa", torch.float32).eval()
     expected = model.generate(input_ids=tokens(25), attention_mask=torch.ones(1, 25).long(), **GREEDY)[:, 25:]
@@ -574,7 +554,6 @@ def caches_that_differ(wrong: dict[str, Any]) -> tuple[str, int]:
         return said, model.generate(tokens(20), **GREEDY, past_key_values=cache).shape[1]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
@@ -622,7 +601,6 @@ def test_calls_that_a_ring_cannot_share_are_refused() -> None:
     assert found["left"].startswith("RuntimeError: a RingCache must be used inside of its `with`")
 
 
-@pytest.mark.dist
 def test_errors_of_one_rank_are_errors_on_all(pool: Pools) -> None:
     for rank, found in enumerate(pool(2).run(refused, 1)):
         for name, told in TOLD.items():
@@ -667,7 +645,6 @@ def failing_between_calls(rank: int) -> list[str]:
     return found
 
 
-@pytest.mark.dist
 def test_errors_between_calls_are_raised_on_the_other_ranks(pool: Pools) -> None:
     """They waited for the timeout."""
     for rank, (*failed, after) in enumerate(pool(2).run(failing_between_calls, 1)):
@@ -714,7 +691,6 @@ def messages() -> list[int]:
     return found[1:]
 
 
-@pytest.mark.dist
 def test_generation_costs_one_message_in_seventeen_tokens(pool: Pools) -> None:
     for few, more in pool(2).run(messages):
         assert more - few == 34 // 17
@@ -759,7 +735,6 @@ def strayed(new: int, how: str) -> tuple[str, int]:
     return "nothing", length
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("how", ["generate", "calls"])
 @pytest.mark.parametrize("new", [8, 40])
 def test_a_rank_that_chooses_otherwise_is_an_error_on_all_ranks_by_the_end(pool: Pools, how: str, new: int) -> None:
@@ -779,7 +754,6 @@ def test_a_rank_that_chooses_otherwise_is_an_error_on_all_ranks_by_the_end(pool:
         assert said.startswith(end)
 
 
-@pytest.mark.dist
 def test_different_arguments_of_generate_raise_before_anything_is_computed(pool: Pools) -> None:
     for said, length in pool(2).run(strayed, 8, "options"):
         assert said.startswith("what generate is called with must be the same on all ranks of a ring, got ")
@@ -851,7 +825,6 @@ def wrapped(how: str) -> tuple[list[list[int]], list[list[int]]]:
     return found.tolist(), expected.tolist()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("how", ["peft", "compile", "both"])
 def test_a_cache_serves_the_model_inside_a_wrapper(pool: Pools, how: str) -> None:
     for found, expected in (wrapped(how), *pool(2).run(wrapped, how)):
@@ -988,7 +961,6 @@ def crossed() -> list[str]:
     return found
 
 
-@pytest.mark.dist
 def test_a_cache_of_another_model_is_refused(pool: Pools) -> None:
     """Its decoding would call the model that it was made of."""
     told = "a RingCache must be of the model that is called, a Qwen3ForCausalLM, got one of another Llama"
@@ -1022,7 +994,6 @@ def differential() -> list[list[int]] | str:
             return str(error)
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not transformers.__version__.startswith("5."), reason="4.x computes this attention itself")
 def test_layers_that_attend_twice_with_other_values_are_refused(pool: Pools) -> None:
     """Both calls were kept in one place, and tokens that followed saw the second values only."""
@@ -1044,7 +1015,6 @@ def decoder_alone(kind: str) -> str:
             return str(error)
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(not transformers.__version__.startswith("5."), reason="those of 4.x do not swallow the keyword")
 @pytest.mark.parametrize("kind", ["bart", "blenderbot"])
 def test_models_that_number_the_rows_of_a_call_themselves_are_refused(kind: str, pool: Pools) -> None:
@@ -1088,7 +1058,6 @@ def dropping(length: int) -> str:
             return str(error)
 
 
-@pytest.mark.dist
 def test_models_that_drop_the_cache_are_refused_by_name(pool: Pools) -> None:
     """Ranks were told that they call a model without a sharding."""
     for length in (20, 30):

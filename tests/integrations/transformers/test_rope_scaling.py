@@ -53,7 +53,6 @@ def loss(kind: str, lengths: list[int], layout: str, compiled: bool = False) -> 
     return float(torch.stack(ring.gather(mine.reshape(1), 0, [1] * ring.world_size)).mean())
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "lengths", "layout", "served"),
     [
@@ -83,7 +82,6 @@ def test_ranks_train_with_the_frequencies_of_one_process(
             assert str(found).startswith(f"{REFUSAL}{kind!r}")
 
 
-@pytest.mark.dist
 def test_compiled_layers_refuse_frequencies_of_their_own_too(pool: Pools) -> None:
     for lengths in ([48], [40, 8]):
         for found in pool(2).run(loss, "longrope", lengths, "contiguous", True):
@@ -105,7 +103,6 @@ def answer(kind: str, implementation: str, length: int, page_size: int) -> list[
             return str(error)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "length", "page_size", "served"),
     [
@@ -165,7 +162,6 @@ def long_answer(kind: str, implementation: str) -> list[int]:
         return model.generate(ids, past_key_values=cache, **asked)[0].tolist()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_long_factors_generate_on_all_ranks_what_transformers_generates_beyond_the_original_length(
     pool: Pools, kind: str

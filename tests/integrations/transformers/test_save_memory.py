@@ -41,7 +41,6 @@ def train(folder: str, cp: int, more: dict[str, Any], **options: Any) -> Any:
         return outcome(trainer, start), host
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("ranks", "more", "options"),
     [

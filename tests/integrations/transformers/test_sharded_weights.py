@@ -91,10 +91,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
 SLICES, GATHERED = 10**9, 1
 """Least rows of a prefill that gathers weights: none does, or all do."""
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="4.57 stores experts one by one"),
-]
+pytestmark = pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="4.57 stores experts one by one")
 
 
 def make(kind: str, attention: str = "ringattn", **changes: Any) -> Any:

@@ -308,7 +308,6 @@ def _compiled_graphs(layers: int) -> tuple[int, int]:
 
 
 @pytest.mark.models
-@pytest.mark.dist
 def test_compiled_layers_share_the_code_of_their_shards(pool: Pools):
     """Behind attention the output projection, the norm, the shard of the MLP, and the residual."""
     # code for a prompt and for several rows

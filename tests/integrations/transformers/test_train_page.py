@@ -20,7 +20,6 @@ def read(printed: str) -> tuple[str, list[float]]:
     return tokens, [float(loss) for loss in losses.split()[1:]]
 
 
-@pytest.mark.dist
 def test_the_page_trains_on_two_ranks_as_it_shows(tmp_path: Path) -> None:
     [(title, code, shown)] = blocks(PAGE)
     assert shown is not None

@@ -119,7 +119,6 @@ def text_folder(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_packed_documents_train_the_same_on_one_and_on_two_ranks(pool, tmp_path):
     flags = {"model": write_config(tmp_path / "model", "gemma2"), "data": text_folder(tmp_path / "text"), "pack": True}

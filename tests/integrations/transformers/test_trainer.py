@@ -100,7 +100,6 @@ def assert_same(found: tuple[list[dict[str, float]], dict[str, Tensor]], expecte
         assert (found[1][name] - x).norm() < 1e-4 * moved, name
 
 
-@pytest.mark.dist
 def test_two_ranks_that_recompute_train_as_one_process_does(pool: Pools, tmp_path: Path) -> None:
     folder = str(tmp_path)
     expected = train(folder, 1, "sdpa")
@@ -108,7 +107,6 @@ def test_two_ranks_that_recompute_train_as_one_process_does(pool: Pools, tmp_pat
         assert_same(found, expected)
 
 
-@pytest.mark.dist
 def test_two_rings_of_two_train_as_one_process_on_twice_the_batch(pool: Pools, tmp_path: Path) -> None:
     # twelve samples would be even: the last batches are filled up from the first ones, as accelerate does for any two replicas
     options = {"max_steps": 2, "num_train_epochs": 1, "eval_strategy": "no"}
@@ -253,7 +251,6 @@ def drawn(folder: str, cp: int) -> list[float]:
         return torch.rand(4).tolist()
 
 
-@pytest.mark.dist
 def test_workers_of_a_ring_draw_the_same(pool: Pools, tmp_path: Path) -> None:
     """Each rank would cut its rows out of another random crop, which nobody compares in workers."""
     alone = drawn(str(tmp_path), 1)
@@ -280,7 +277,6 @@ def average_labels(folder: str, training: bool) -> str:
             return str(error)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("training", [True, False])
 def test_a_loss_that_is_averaged_over_the_labels_of_a_shard_is_refused(
     pool: Pools, tmp_path: Path, training: bool
@@ -301,7 +297,6 @@ def build_shared(folder: str, name: str, value: Any) -> str:
             return str(error)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -340,7 +335,6 @@ def refused_streams(folder: str) -> list[str]:
         return told
 
 
-@pytest.mark.dist
 def test_streams_that_rings_cannot_read_are_refused_by_name(pool: Pools, tmp_path: Path) -> None:
     for evaluated, dispatched in pool(4).run(refused_streams, str(tmp_path)):
         assert "samples to evaluate must have a length where several rings share them" in evaluated
@@ -358,7 +352,6 @@ def build_alone(folder: str) -> str:
     return ""
 
 
-@pytest.mark.dist
 def test_an_option_that_one_rank_alone_is_refused_is_an_error_on_all(pool: Pools, tmp_path: Path) -> None:
     """The others would wait for it where models are wrapped."""
     for told in pool(2).run(build_alone, str(tmp_path)):
@@ -381,7 +374,6 @@ def predict(folder: str, labelled: bool) -> tuple[dict[str, float], Any, Any]:
         return losses, found.predictions, found.label_ids
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("labelled", [True, False])
 def test_predictions_are_those_of_one_process(pool: Pools, tmp_path: Path, labelled: bool) -> None:
     losses, logits, labels = predict(str(tmp_path), labelled)
@@ -436,7 +428,6 @@ def evaluate_on_rings(folder: str, cp: int, batch: int) -> tuple[float, Any]:
         return (found.metrics or {})["test_loss"], (found.label_ids, found.predictions)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("batch", [2, 8, 11])  # a ring has a batch less, a shorter one, or none
 def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(
     pool: Pools, tmp_path: Path, batch: int
@@ -455,7 +446,6 @@ def build_without_the_name(folder: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.dist
 def test_a_model_with_another_attention_is_refused_when_its_trainer_is_made(pool: Pools, tmp_path: Path) -> None:
     for told in pool(2).run(build_without_the_name, str(tmp_path)):
         assert "after ringattn.integrations.transformers.register()" in told

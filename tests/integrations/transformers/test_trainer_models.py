@@ -122,7 +122,6 @@ def expected(kind: str, *options: tuple[str, Any]) -> Any:
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize("row", [row for row in works(ROWS, "RingTrainer") if row.kind in CONFIGS], ids=str)
 @pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 2), (4, 4), pytest.param(4, 2, marks=OF_FIVE)])
 def test_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
@@ -135,7 +134,6 @@ def test_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ran
         assert_same(mine, expected(row.kind))
 
 
-@pytest.mark.dist
 def test_a_run_that_is_resumed_makes_the_steps_of_one_that_went_on(pool: Pools, tmp_path: Path) -> None:
     options: dict[str, Any] = {"include_num_input_tokens_seen": "all", "save_strategy": "steps", "save_steps": 4}
     history, moved = train(str(tmp_path / "alone"), "llama", 0, **options)
@@ -150,7 +148,6 @@ def weights(folder: str, precision: str, cp: int) -> dict[str, Tensor]:
     return train(folder, "llama", cp, bf16=precision == "bf16")[1]
 
 
-@pytest.mark.dist
 def test_bf16_on_two_ranks_is_as_near_to_fp32_as_on_one(pool: Pools, tmp_path: Path) -> None:
     exact, alone = (weights(str(tmp_path), precision, 0) for precision in ("fp32", "bf16"))
     for found in pool(2).run(weights, str(tmp_path), "bf16", 2):
@@ -159,7 +156,6 @@ def test_bf16_on_two_ranks_is_as_near_to_fp32_as_on_one(pool: Pools, tmp_path: P
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "options",
     [
@@ -175,7 +171,6 @@ def test_options_change_steps_as_on_one_process(pool: Pools, tmp_path: Path, opt
         assert_same(mine, alone)
 
 
-@pytest.mark.dist
 def test_noise_of_embeddings_is_that_of_whole_sequences(pool: Pools, tmp_path: Path) -> None:
     """Rows of a rank would get more of it, by the root of the ranks, and both ranks the same."""
     options = {"neftune_noise_alpha": 20.0, "max_steps": 3}
@@ -184,7 +179,6 @@ def test_noise_of_embeddings_is_that_of_whole_sequences(pool: Pools, tmp_path: P
         assert_same(mine, alone)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rings_of_two_ranks_read_streams_as_one_process_does(pool: Pools, tmp_path: Path, ranks: int) -> None:
     alone = train(str(tmp_path), "llama", 0, streamed=True, max_steps=4)
@@ -223,7 +217,6 @@ def train_fused(folder: str, cp: int, **options: Any) -> Any:
 
 
 @pytest.mark.skipif(not FIVE and not is_liger_kernel_available(), reason="4.57 has no place for a stand-in")
-@pytest.mark.dist
 def test_a_loss_without_logits_on_a_ring_is_that_of_one_process(pool: Pools, tmp_path: Path) -> None:
     """With a stand-in for Liger's forward, or with liger-kernel where it is installed: on CPUs with TRITON_INTERPRET=1."""
     options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2, "prediction_loss_only": True}
@@ -265,7 +258,6 @@ def classify(folder: str, cp: int) -> Any:
         return outcome(trainer, start)
 
 
-@pytest.mark.dist
 def test_heads_that_choose_rows_make_the_steps_of_one_process(pool: Pools, tmp_path: Path) -> None:
     alone = classify(str(tmp_path), 0)
     for found in pool(2).run(classify, str(tmp_path), 2):

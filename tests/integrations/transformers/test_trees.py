@@ -51,7 +51,6 @@ def one_by_one(kind: str, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), gradients(model)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("kind", "changes"), [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 64})])
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "zigzag"), (2, "contiguous"), (3, "zigzag")])
 def test_answers_that_share_a_prompt_learn_as_they_do_alone(

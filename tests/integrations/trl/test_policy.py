@@ -126,7 +126,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("row", "options"),
     [(row, options) for stack, options in CASES for row in works(ROWS, stack)],
@@ -139,7 +138,6 @@ def test_steps_on_two_ranks_equal_one_process(pool: Pools, folder: str, row: Mod
 
 
 @pytest.mark.models
-@pytest.mark.dist
 def test_two_rings_share_the_groups_of_a_batch_and_the_weights_of_fsdp(pool: Pools, folder: str) -> None:
     """A group of four rollouts is on two rings of two ranks, and FSDP2 shards over all four."""
     options = {"per_device_train_batch_size": 2, "scale_rewards": "batch", "rollout_func": by_place, "beta": 0.1}
@@ -167,7 +165,6 @@ def kept(history: Any) -> Any:
 
 
 @pytest.mark.models
-@pytest.mark.dist
 def test_a_run_goes_on_with_another_number_of_ranks(pool: Pools, folder: str) -> None:
     options = {"rollout_func": fixed, "beta": 0.1, "lr_scheduler_type": "constant", "learning_rate": 0.02}
     alone = train(folder, GRPO, 0, **options)
@@ -184,14 +181,12 @@ def refusal(folder: str, options: dict[str, Any]) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("row", refused(ROWS, GRPO), ids=str)
 def test_options_are_refused_on_every_rank(pool: Pools, folder: str, row: ModelRow) -> None:
     for told in pool(2).run(refusal, folder, {row.kind: [print] if row.kind == "tools" else True}):
         assert told.startswith(f"NotImplementedError: {row.refusal}")
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("named", "options"),
     [
@@ -217,14 +212,12 @@ def failure(folder: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.dist
 def test_a_rollout_that_fails_on_the_first_rank_raises_on_all(pool: Pools, folder: str) -> None:
     for told in pool(2).run(failure, folder):
         assert "no server for 8 prompts" in told
 
 
 @pytest.mark.models
-@pytest.mark.dist
 def test_rings_that_gather_weights_wait_for_each_others_answers(pool: Pools, folder: str) -> None:
     """With FSDP2 all ranks must make as many calls of the model, and answers of two rings end at different tokens."""
     options = {"per_device_train_batch_size": 2, "num_generations": 2, "max_steps": 3}
@@ -236,7 +229,6 @@ def test_rings_that_gather_weights_wait_for_each_others_answers(pool: Pools, fol
 
 
 @pytest.mark.models
-@pytest.mark.dist
 def test_sharded_weights_generate_what_whole_ones_do(pool: Pools, folder: str) -> None:
     alone = train(folder, GRPO, 0)
     for found in pool(2).run(train, folder, GRPO, 2, **FSDP):

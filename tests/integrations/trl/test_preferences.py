@@ -94,7 +94,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("row", "options"),
     [(row, options) for stack, options in CASES for row in works(ROWS, stack) if "test_preferences" in row.test],

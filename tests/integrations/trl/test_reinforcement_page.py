@@ -30,6 +30,5 @@ def run_page() -> list[int]:
 
 
 @pytest.mark.models
-@pytest.mark.dist
 def test_every_block_of_the_page_runs_on_two_ranks(pool: Pools) -> None:
     assert pool(2).run(run_page) == [[2, 2, 2], [2, 2, 2]]

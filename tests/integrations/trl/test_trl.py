@@ -108,7 +108,6 @@ CASES += [(row, *ranks) for row in TRAINED if row.kind == "llama" for ranks in (
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize(("row", "ranks", "cp"), CASES, ids=lambda x: getattr(x, "stack", "") + str(x))
 def test_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
     """On four ranks with a context parallel size of two, FSDP2 shards over all four."""
@@ -125,7 +124,6 @@ def kept(history: History) -> History:
     return [{name: row[name] for name in ("loss", "grad_norm", "step") if name in row} for row in history]
 
 
-@pytest.mark.dist
 def test_checkpoints_in_host_memory_and_mlps_by_chunks_change_no_step(pool: Pools, tmp_path: Path) -> None:
     options = {"adapter": "lora", "gradient_checkpointing": True}
     alone = train(str(tmp_path), "RingSFTTrainer", "llama", 0, **options)
@@ -135,7 +133,6 @@ def test_checkpoints_in_host_memory_and_mlps_by_chunks_change_no_step(pool: Pool
 
 
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("stack", "options"),
     [
@@ -171,7 +168,6 @@ def attention_of_a_path(folder: str) -> str:
         return made.config._attn_implementation
 
 
-@pytest.mark.dist
 def test_a_model_that_is_given_as_a_path_attends_around_the_ring(pool: Pools, tmp_path: Path) -> None:
     assert pool(2).run(attention_of_a_path, str(tmp_path)) == ["ringattn", "ringattn"]
 
@@ -186,7 +182,6 @@ def refusal(folder: str, stack: str, kind: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("row", [row for stack in STACKS for row in refused(ROWS, stack)], ids=str)
 def test_what_is_refused_is_refused_on_every_rank(pool: Pools, tmp_path: Path, row: ModelRow) -> None:
     for told in pool(2).run(refusal, str(tmp_path), row.stack, row.kind):
@@ -211,7 +206,6 @@ def evaluation(folder: str, stack: str, cp: int) -> dict[str, float]:
 
 
 @pytest.mark.filterwarnings("ignore:samples to evaluate should be full batches")
-@pytest.mark.dist
 @pytest.mark.parametrize("stack", STACKS)
 def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(
     pool: Pools, tmp_path: Path, stack: str
@@ -224,7 +218,6 @@ def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(
 
 
 @pytest.mark.skipif(not is_liger_kernel_available(), reason="needs liger-kernel, on CPUs with TRITON_INTERPRET=1")
-@pytest.mark.dist
 def test_layers_of_liger_on_a_ring_make_the_steps_of_one_process(pool: Pools, tmp_path: Path) -> None:
     alone = train(str(tmp_path), "RingSFTTrainer", "llama", 0, **EVALUATED)
     # the interpreter does not run these, to which it passes numbers of Python
@@ -240,6 +233,5 @@ def refused_liger(folder: str) -> str:
 
 
 @pytest.mark.skipif(not FIVE, reason="4.57 asks for liger-kernel itself, and earlier")
-@pytest.mark.dist
 def test_liger_is_refused_where_the_loss_reads_other_outputs(pool: Pools, tmp_path: Path) -> None:
     assert all("got it with RingRewardTrainer" in told for told in pool(2).run(refused_liger, str(tmp_path)))

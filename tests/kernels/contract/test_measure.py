@@ -300,7 +300,6 @@ def _choices(times: list[dict[str, Any] | None]) -> list[str]:
     return sorted({str(x) for x in tried})
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("silent", [False, True])
 def test_ranks_that_measure_differently_make_one_choice(pool: Pools, silent: bool) -> None:
     faster, slower = ({"forward": {name: 1.0}, "backward": {name: 1.0}} for name in ("cudnn", "flash"))

@@ -247,7 +247,6 @@ def _attend(layout: str, backward: str) -> list[Tensor]:
     return [sharding.unshard(x, 1) for x in (o.detach(), *torch.autograd.grad(o, (q, k, v), do))]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(("layout", "backward"), [("zigzag", "keys"), ("striped", "queries")])
 def test_ranks_equal_the_simulated_ring_to_the_bit(pool: Pools, world_size: int, layout: str, backward: str) -> None:
@@ -288,7 +287,6 @@ def _refuse(impl: str) -> str:
     return "served"
 
 
-@pytest.mark.dist
 def test_a_mask_of_too_many_tiles_is_refused_on_every_rank_and_left_to_others_by_auto(pool: Pools) -> None:
     for said in pool(2).run(_refuse, "torch"):
         assert "the visible pairs of a ring step must be at most 64 rectangles" in said

@@ -375,7 +375,6 @@ def drawn_apart() -> list[torch.Tensor]:
     return [x.detach() for x in (*model.parameters(), *model.buffers())]
 
 
-@pytest.mark.dist
 def test_random_weights_and_buffers_are_those_of_rank_0(pool):
     first, second = pool(2).run(drawn_apart)
     torch.manual_seed(0)

@@ -207,7 +207,6 @@ def steps_between(
     return results
 
 
-@pytest.mark.dist
 def test_any_mesh_continues_from_the_checkpoint_of_another(pool, tmp_path):
     whole = pool(2).run(steps_between, tmp_path / "whole", None, 0, 6)[0]
     parts = pool(4).run(steps_between, tmp_path / "parts", "dp=2,cp=2", 0, 2)[0]
@@ -217,7 +216,6 @@ def test_any_mesh_continues_from_the_checkpoint_of_another(pool, tmp_path):
     assert parts == pytest.approx(whole, rel=2e-6)
 
 
-@pytest.mark.dist
 def test_a_run_of_virtual_ranks_continues_on_fewer_processes(pool, tmp_path):
     whole = pool(2).run(steps_between, tmp_path / "whole", None, 0, 6)[0]
     parts = [
@@ -227,7 +225,6 @@ def test_a_run_of_virtual_ranks_continues_on_fewer_processes(pool, tmp_path):
     assert parts[0] + parts[1] + parts[2] == pytest.approx(whole, rel=2e-6)
 
 
-@pytest.mark.dist
 def test_the_same_mesh_continues_bit_for_bit(pool, tmp_path):
     whole = pool(2).run(steps_between, tmp_path / "whole", None, 0, 4)[0]
     parts = [pool(2).run(steps_between, tmp_path / "parts", None, at, at + 2)[0] for at in (0, 2)]
@@ -517,13 +514,11 @@ def why_refused(out: Path, **flags: Any) -> str:
         return str(error)
 
 
-@pytest.mark.dist
 def test_every_rank_raises_if_a_step_of_one_rank_is_not_finite(pool, tmp_path):
     for said in pool(2).run(why_refused, tmp_path / "run", lr=1e30, warmup_steps=0):
         assert said.startswith("loss and gradient norm must be finite")
 
 
-@pytest.mark.dist
 def test_a_run_leaves_its_log_curve_sample_and_checkpoints(whole_run):
     out, said = whole_run
     rows = read_rows(out / "log.jsonl")
@@ -547,7 +542,6 @@ def test_a_run_leaves_its_log_curve_sample_and_checkpoints(whole_run):
     assert len(row["peak_memory_mib"]) == result["machine"]["world_size"] == 2
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_every_mesh_has_the_same_loss_curve(whole_run, pool, tmp_path):
     (code, said), *_ = pool(4, timeout=120).run(run_quietly, tmp_path, mesh="dp=2", recompute="selective")
@@ -556,7 +550,6 @@ def test_every_mesh_has_the_same_loss_curve(whole_run, pool, tmp_path):
     assert_same_curve(tmp_path, whole_run[0])
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", [True, "balanced"])
 def test_packed_documents_train_equally_on_one_and_two_ranks(pool, tmp_path, pack):
@@ -670,7 +663,6 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str], saved: i
     raise AssertionError(f"no step {step}: {process.communicate()}")
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("launcher", [OURS, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["ours", "torchrun"])
 def test_a_run_whose_rank_is_killed_restarts_and_repeats_every_bit(whole_run, tmp_path, launcher):
     process = start(tmp_path, *SLOW, launcher=launcher)
@@ -689,7 +681,6 @@ def test_a_run_whose_rank_is_killed_restarts_and_repeats_every_bit(whole_run, tm
     assert (tmp_path / "sample.txt").read_bytes() == (whole_run[0] / "sample.txt").read_bytes()
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_ctrl_c_saves_and_stops_after_a_step_and_another_number_of_ranks_continues(whole_run, tmp_path):
     process = start(tmp_path, *SLOW, "--checkpoint-interval", "100")

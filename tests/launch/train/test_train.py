@@ -224,7 +224,6 @@ def take_other_steps(differing: int) -> list[str]:
     return said
 
 
-@pytest.mark.dist
 def test_ranks_of_a_ring_with_different_batches_are_refused_in_the_first_steps(pool):
     for said in pool(2).run(take_other_steps, CHECKED_STEPS - 1):
         assert said.pop(CHECKED_STEPS - 1).startswith("x of Sharding.shard must be the same on all ranks")
@@ -251,7 +250,6 @@ def test_the_coldest_temperatures_take_the_likeliest_token(alone, temperature):
     assert torch.equal(trainer.generate(some_tokens(5), 4, temperature, seed=0), likeliest)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("mesh", "seq_len", "layout"),
     [("cp=2", 33, "zigzag"), ("dp=2,cp=2", 29, "balanced"), ("cp=4", 3, "contiguous"), ("dp=2", 24, "striped")],
@@ -268,7 +266,6 @@ def test_any_mesh_trains_like_one_rank(pool, mesh, seq_len, layout):
     assert sum(rank["held"] for rank in ranks) == one["held"], "every parameter has one owner"
 
 
-@pytest.mark.dist
 def test_micro_batches_documents_and_reshards_change_no_step(pool):
     packed = {"separator": 7, "layout": "balanced"}
     one = take_steps(50, **packed)
@@ -282,7 +279,6 @@ def test_micro_batches_documents_and_reshards_change_no_step(pool):
         assert_alike(rank, one)
 
 
-@pytest.mark.dist
 def test_documents_that_are_placed_over_ranks_change_no_step(pool):
     packed = {"separator": 7, "layout": "balanced"}
     one = take_steps(50, **packed)
@@ -330,7 +326,6 @@ def bf16_steps() -> dict[str, object]:
         }
 
 
-@pytest.mark.dist
 def test_bfloat16_computes_in_low_and_stores_in_high_precision(pool):
     exact = take_steps(32, accumulate=2)
     for rank in pool(2).run(bf16_steps):
