@@ -12,6 +12,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # compiling takes almost twice as long with it
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+# a pool of compiling processes, each of which imports torch, for every process that compiles
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from tests.support.case_sampling import thin
 from tests.support.pool import Pools

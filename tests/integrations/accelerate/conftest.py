@@ -1,7 +1,3 @@
-"""Workers are forked from a server that has imported transformers."""
+"""Workers are forked from a server that has imported transformers and TRL."""
 
-from __future__ import annotations
-
-from tests.integrations.preloaded import preload
-
-preload("torch.distributed.fsdp")
+from tests.integrations import preloaded  # noqa: F401
