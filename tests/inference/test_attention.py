@@ -58,6 +58,7 @@ def judge(history: History, by_rank: list[list[Answer]]) -> None:
             assert_within_budget(o, exact[index][layer], rounded[index][layer], what, history.sizes.dtype)
 
 
+@pytest.mark.rings
 @SIZES
 @pytest.mark.parametrize("comm_mode", ["keys", "queries"])
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -72,6 +73,7 @@ def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, c
             judge(history, pool(world_size).run(play_on_ring, history))
 
 
+@pytest.mark.rings
 @SIZES
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_attention_over_pages_in_place_equals_attention_over_copies(pool: Pools, world_size: int, sizes: Sizes) -> None:

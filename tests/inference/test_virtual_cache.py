@@ -72,6 +72,7 @@ HISTORIES = {
 }
 
 
+@pytest.mark.rings
 @pytest.mark.parametrize("name", HISTORIES)
 def test_every_number_of_processes_gives_the_bits_of_a_process_per_rank(pool: Pools, name: str) -> None:
     history = HISTORIES[name]

@@ -170,7 +170,7 @@ def test_progress_of_compiling_is_printed(monkeypatch: pytest.MonkeyPatch, capsy
     assert len(said) > 2
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_processes_that_compile_end_with_their_parent(how: int) -> None:
     starter = (
         "import signal, torch; from ringattn.launch.check import attention as check\n"

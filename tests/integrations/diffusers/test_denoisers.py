@@ -39,7 +39,7 @@ def assert_equal_up_to_rounding(found: Results, expected: Results) -> None:
         assert (found[name] - x).abs().max() <= BOUND * x.abs().max() + 1e-14, name
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("row", works(ROWS, "enable_ring"), ids=str)
 def test_output_and_all_gradients_equal_one_process(pool: Pools, row: ModelRow, world_size: int) -> None:
     for found in pool(world_size).run(run_on_ranks, CASES[row.kind]):

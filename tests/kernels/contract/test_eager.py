@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def test_tiles_of_any_size_stay_within_budget(case: Case, tile: tuple[int, int],
 
 def test_weights_of_a_million_keys_keep_their_digits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(eager, "TILE_KEYS", 2**16)
-    run_case(EagerKernels, MILLION_KEY_CASES[1], torch.float16, "cpu")
+    run_case(EagerKernels, replace(MILLION_KEY_CASES[1], head_dim=8), torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("bad", BAD)
