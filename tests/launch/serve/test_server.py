@@ -243,40 +243,10 @@ def test_two_ranks_follow_a_format_beside_answers_without_one(server):
 
 
 @pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="4.57 expands latents before its cache")
-def test_a_model_of_latents_is_served_from_a_cache_of_latents(tmp_path: Path) -> None:
+def test_a_checkpoint_with_latents_is_served_from_sharded_weights_with_kept_prefixes(tmp_path: Path) -> None:
     from tests.integrations.transformers.test_latent_models import LATENT, ROTARY, make
 
     model = make("glm4_moe_lite", "eager", vocab_size=len(_tokenizer())).eval()
-    model.config.eos_token_id = model.generation_config.eos_token_id = None
-    model.save_pretrained(tmp_path)
-    _tokenizer().save_pretrained(tmp_path)
-    process = Process("--model", str(tmp_path), "--page-size", "16", "--cache-gib", "0.002", "--chunk", "32")
-    try:
-        url = process.wait_until_ready()
-        for length in (9, 50):
-            prompt = torch.arange(3, 3 + length)[None]
-            with torch.no_grad():
-                ids = model.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()
-            body = {
-                "prompt": ids[:length],
-                "max_tokens": 8,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            }
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
-            assert answer["choices"][0]["token_ids"] == ids[length:]
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
-        assert f"ringattn_cache_bytes_per_token {2 * 4.0 * (LATENT + ROTARY)}" in lines
-    finally:
-        process.close()
-
-
-@pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="4.57 stores experts one by one")
-def test_sharded_weights_answer_as_one_process_from_a_checkpoint_with_kept_prefixes(tmp_path: Path) -> None:
-    from tests.integrations.transformers.test_sharded_weights import make
-
-    model = make("qwen3_moe", "eager", vocab_size=len(_tokenizer()))
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(tmp_path)
     _tokenizer().save_pretrained(tmp_path)
@@ -292,6 +262,8 @@ def test_sharded_weights_answer_as_one_process_from_a_checkpoint_with_kept_prefi
             body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
             assert answer["choices"][0]["token_ids"] == ids[len(prompt) :]
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        assert f"ringattn_cache_bytes_per_token {2 * 4.0 * (LATENT + ROTARY)}" in lines
         state = process.state()
         assert state["totals"]["shared_tokens"] > 60
         assert state["server"]["flags"]["weights"] == "sharded"
