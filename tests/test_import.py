@@ -1,4 +1,4 @@
-"""What `import ringattn` does not do, seen from a fresh process."""
+"""What `import ringattn`, its operators, and a choice of kernels on a CPU do not do, seen from a fresh process."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ before, threads = set(sys.modules), threading.active_count()
 import ringattn
 for name in getattr(ringattn, "__all__", []):
     getattr(ringattn, name)
+import ringattn.numerics.softmax
+from ringattn.kernels.registry import select_kernels
+select_kernels(torch.device("cpu"), torch.float32, 64, 64)
 import torch.distributed as dist
 print(json.dumps({
     "modules": sorted(set(sys.modules) - before),

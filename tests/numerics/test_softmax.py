@@ -1,8 +1,6 @@
 """online_softmax and online_logsumexp on the eager kernels: formulas, blocks, strides, gradients, registrations."""
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -179,11 +177,6 @@ def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(ringattn.numerics.softmax, "_has_triton", lambda: False)
             with pytest.raises(ValueError, match="got 'portable'; triton is not installed"):
                 op(x, impl="portable")
-
-
-def test_importing_the_ops_imports_no_triton() -> None:
-    code = "import sys, ringattn.numerics.softmax; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize("n", [1, 5, 4096, 8192, 8193, 32768, 65537, 1 << 20, (1 << 31) + 5])
