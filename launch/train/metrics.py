@@ -132,16 +132,14 @@ class _Timed:
     dtype: torch.dtype
 
 
-def _ms_per_pair(
-    widths: tuple[Sequence[int], ...], dtype: torch.dtype, pairs: int, group: Any, repeats: int = 5
-) -> dict[str, float]:
+def _ms_per_pair(widths: tuple[Sequence[int], ...], dtype: torch.dtype, pairs: int, group: Any) -> dict[str, float]:
     """Measure the forward and backward time per visible pair in a causal call on one rank: the minimum of several."""
     n = max(16, math.isqrt(2 * pairs))
     sharding = ringattn.Ring(group).sharding(n)
     device = torch.device("cuda", torch.cuda.current_device())
     q, k, v = (torch.randn(1, n, *width, device=device, dtype=dtype, requires_grad=True) for width in widths)
     fastest = {"forward": math.inf, "backward": math.inf}
-    for _ in range(repeats):
+    for _ in range(5):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         events[0].record()
         o = ringattn.ring_attention(q, k, v, sharding, causal=True)

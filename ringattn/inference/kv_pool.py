@@ -156,7 +156,7 @@ class KVPool:
         """Check rows of shape (batch, rows) that are to be written to a layer."""
         self._check_layer(layer)
         for name, x, dim in (("k", k, self.head_dim), ("v", v, self.v_head_dim)):
-            self._check_tensor(name, x, (*shape, self.kv_heads, dim), "the step: pass this rank's rows (step.take)")
+            self._check_tensor(name, x, (*shape, self.kv_heads, dim))
         if self.latent and not rows.are_latents(k, v):
             raise ValueError(
                 f"v must be k[..., :{self.v_head_dim}] of a cache of latents, got another tensor; pass the view"
@@ -222,7 +222,7 @@ class KVPool:
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}; make the cache for all layers")
 
-    def _check_tensor(self, name: str, x: Tensor, shape: tuple[int, ...], what: str) -> None:
+    def _check_tensor(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         if tuple(x.shape) == shape and x.dtype == self.dtype and x.device == self.device and type(x) is Tensor:
             if x.stride(-1) == 1 or shape[-1] == 1 or not x.numel():
                 return
@@ -230,7 +230,8 @@ class KVPool:
         check_tensor(name, x)
         if tuple(x.shape) != shape:
             raise ValueError(
-                f"{name} must have shape {shape}, `batch rows heads head_dim` of {what}, got {tuple(x.shape)}"
+                f"{name} must have shape {shape}, `batch rows heads head_dim` of the step: pass this rank's rows "
+                f"(step.take), got {tuple(x.shape)}"
             )
         if x.dtype != self.dtype:
             raise ValueError(f"{name} must have the dtype of the cache, {self.dtype}, got {x.dtype}; convert it first")

@@ -111,7 +111,7 @@ class ChatFormat:
                 add_calls(grammar, tools, form, self._mark)
             else:
                 key = "parameters" if self.tools == "llama" else "arguments"
-                _add_calls(grammar, tools, '{"name": "%s", "' + key + '": ', "}")
+                _add_calls(grammar, tools, '{"name": "%s", "' + key + '": ')
             if self.tools == "llama":
                 rules.append("calls: call")
             else:
@@ -156,12 +156,12 @@ class ChatFormat:
         rules.extend(["main: " + " | ".join(main), "start: thought* main"])
 
 
-def _add_calls(grammar: Grammar, tools: Sequence[Tool], before: str, after: str) -> None:
+def _add_calls(grammar: Grammar, tools: Sequence[Tool], before: str) -> None:
     """Add the rule `call` of calls of tools, whose names stand in `before`."""
     calls = []
     for i, tool in enumerate(tools):
         grammar.parts[f"arguments{i}"] = _arguments(tool)
-        calls.append(f"{json.dumps(before % tool.function.name)} @arguments{i} {json.dumps(after)}")
+        calls.append(f'{json.dumps(before % tool.function.name)} @arguments{i} "}}"')
     grammar.rules.append("call: " + " | ".join(calls))
 
 

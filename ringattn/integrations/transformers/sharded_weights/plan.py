@@ -144,7 +144,9 @@ def _visit(module: nn.Module, layer: int, plan: WeightPlan) -> None:
         return
     if _are_experts(module):
         experts: Any = module
-        chosen = _text_number(plan.model, ("num_experts_per_tok", "top_k_experts"), experts.num_experts)
+        config = plan.model.config.get_text_config(decoder=True)
+        names = "num_experts_per_tok", "top_k_experts"
+        chosen = next((value for name in names if (value := getattr(config, name, None))), experts.num_experts)
         slots = _expert_slots(experts, plan.ranks)
         plan.parts.append(Part("experts", module, slots, layer, share=chosen / experts.num_experts))
         return
@@ -189,11 +191,6 @@ def _expert_slots(experts: Any, ranks: int) -> list[Slot]:
     first = Slice(inner_dim, inner, width, 2) if experts.is_concatenated else Slice(inner_dim, 2 * inner, 2 * width)
     last = Slice(1 if experts.is_transposed else 2, inner, width)
     return [Slot(experts, "gate_up_proj", first), Slot(experts, "down_proj", last)]
-
-
-def _text_number(model: PreTrainedModel, names: tuple[str, ...], default: int) -> int:
-    config = model.config.get_text_config(decoder=True)
-    return next((value for name in names if (value := getattr(config, name, None))), default)
 
 
 def _check_layer(layer: nn.Module, plan: WeightPlan, names: dict[int, str]) -> None:
