@@ -122,7 +122,6 @@ def test_the_first_rank_of_a_process_receives_the_rows_that_any_of_them_needs(
         assert {key: sorted(rows) for key, rows in needed.items()} == crossed
 
 
-@pytest.mark.dist
 def test_rows_cross_between_two_processes_once_for_all_virtual_ranks(pool: Pools) -> None:
     page = (Path(__file__).parents[2] / "docs/numerics.md").read_text()
     for size in (None, 2, 4, 8):

@@ -76,7 +76,6 @@ def _sharded(out: str, wrong: bool) -> int:
         return _bench(out, *words, "--parts", "first", "token")
 
 
-@pytest.mark.dist
 def test_sharded_weights_are_measured_when_they_answer_as_whole_ones(pool, tmp_path: Path) -> None:
     assert pool(2, timeout=150.0).run(_sharded, str(tmp_path), True) == [1, 1]
     assert pool(2, timeout=150.0).run(_sharded, str(tmp_path), False) == [0, 0]

@@ -112,7 +112,6 @@ def test_steps_on_two_ranks_equal_one_process(
 
 @pytest.mark.filterwarnings("ignore:samples to evaluate should be full batches")
 @pytest.mark.models
-@pytest.mark.dist
 @pytest.mark.parametrize("stack", ["RingKTOTrainer", "RingORPOTrainer"])
 def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(
     pool: Pools, tmp_path: Path, stack: str
