@@ -111,7 +111,7 @@ def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
         sizes = dataclasses.replace(sizes, pages=400)
     for comm_mode, ops in (("keys", CROWD), ("queries", CROWD), ("auto", PACKED)):
         history = History(sizes, ops, comm_mode=comm_mode)
-        judge(history, pool(4).run(play_on_ring, history))
+        judge(history, pool(2).run(play_on_ring, history))
 
 
 @st.composite

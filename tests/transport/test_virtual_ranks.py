@@ -28,10 +28,11 @@ from tests.transport.test_ring import CASES, LAYOUTS, attentions
 PLENTY = 2**30
 
 
+@pytest.mark.rings
 @pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_every_number_of_processes_gives_the_bits_of_the_simulated_ring(pool: Pools, name: str, processes: int) -> None:
-    # another layout, size and schedule for the next case: a case meets each number of processes
+    # another layout, size and schedule for the next case: with `-m slow` a case meets each number of processes
     number = [*CASES].index(name)
     layout, size, budget = LAYOUTS[number % 4], (4, 8)[number // 4 % 2], (0, PLENTY)[number // 8 % 2]
     expected = simulate(CASES[name], layout, size, memory_budget=budget)
