@@ -68,7 +68,6 @@ def train(folder: str, ring: dict[str, Any], packed: bool) -> Any:
         return outcome(trainer, start)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("packed", [False, True])
 def test_steps_on_a_ring_are_those_of_one_process(pool: Pools, tmp_path: Path, packed: bool) -> None:
     expected = train(str(tmp_path), {}, packed)
