@@ -311,7 +311,6 @@ def make_plan(
     return RingPlan(moving, ranks, *most)
 
 
-@lru_cache(maxsize=128)
 def share_moves(plan: RingPlan, hosted: int) -> RingPlan:
     """Return a plan's moves where each process hosts so many consecutive ranks: rows cross to a process once for all of its ranks.
 

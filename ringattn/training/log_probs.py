@@ -108,7 +108,7 @@ class _Options(NamedTuple):
     entropy: bool
 
     @property
-    def plain(self) -> bool:
+    def is_product(self) -> bool:
         """Whether logits are what the product gives."""
         return self.scale == 1.0 and not self.softcap and self.temperature == 1.0
 
@@ -157,7 +157,7 @@ def _apply(
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
     """Return logits before the temperature divides them: in the dtype of statistics, but plain ones as the product gives them."""
     logits = torch.nn.functional.linear(rows, weight, bias)
-    if options.plain:
+    if options.is_product:
         return logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(options.scale)
     return logits.div_(options.softcap).tanh_().mul_(options.softcap) if options.softcap else logits
@@ -246,7 +246,7 @@ def _logit_gradients(
     """Return the gradients of some columns of logits `r c`, which are overwritten; `wanted` counts from the first of them."""
     inside = (wanted >= 0) & (wanted < logits.shape[1])
     place = wanted.clamp(0, logits.shape[1] - 1)[:, None]
-    if options.plain and to_entropy is None:
+    if options.is_product and to_entropy is None:
         at_target = logits.gather(1, place)[:, 0]
         dlogits = torch.ops.ringattn.online_logsumexp_backward(-to_target, logits, lse, 1, None, "auto")
         # one rounding: near p = 1 a sum of rounded terms would be far off
