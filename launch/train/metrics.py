@@ -92,11 +92,12 @@ class AttentionTimer(TorchDispatchMode):
         self._ms_per_pair: dict[str, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator, between two events if it is a ringattn operator."""
+        """Run one operator, between two events if it is attention."""
         del types
-        if getattr(func, "namespace", None) != "ringattn":
+        schema = func._schema.name if getattr(func, "namespace", None) == "ringattn" else ""
+        name = schema.removeprefix("ringattn::")
+        if name not in ("forward", "backward"):
             return func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("ringattn::")
         q, k, v = args[:3] if name == "forward" else args[2:5]
         ring, text = args[-2:] if name == "forward" else args[-3:-1]
         pairs = AttentionSpec.deserialize(text, get_ring(ring).rank).pairs(q.shape[0])
