@@ -28,6 +28,17 @@ NUMBERS = 2048
 
 
 @triton.jit
+def _store_merged(top, total, acc, top_ptr, total_ptr, out_ptr, at, out_at, c, ok, inside):
+    """Store a merged carry; without a pointer to totals, o and lse of finished rows."""
+    if total_ptr is None:
+        acc, top = normalise(tl.where(total == 0, 0.0, top), total, acc, True)
+    else:
+        tl.store(total_ptr + at, total, mask=ok)
+    tl.store(top_ptr + at, top, mask=ok)
+    tl.store(out_ptr + out_at[:, None] + c[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _merge_kernel(
     o_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, top_ptr, total_ptr, out_ptr, o_sb, o_ss, o_sh, lse_sb, lse_sh, lse_ss,
     m_sb, m_sh, acc_sb, acc_ss, acc_sh, top_sb, top_sh, out_sb, out_ss, out_sh, h, rows, dv,
@@ -63,13 +74,10 @@ def _merge_kernel(
             acc = before * kept[:, None] + acc * added[:, None]
         else:
             top, total, acc = m, l, before
-    if total_ptr is None:
-        acc, top = normalise(tl.where(total == 0, 0.0, top), total, acc, True)
-    else:
-        tl.store(total_ptr + b * top_sb + head * top_sh + x, total, mask=ok)
-    tl.store(top_ptr + b * top_sb + head * top_sh + x, top, mask=ok)
-    out = out_ptr + (b * out_sb + x * out_ss + head * out_sh)[:, None] + c[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    at = b * top_sb + head * top_sh + x
+    _store_merged(
+        top, total, acc, top_ptr, total_ptr, out_ptr, at, b * out_sb + x * out_ss + head * out_sh, c, ok, inside
+    )
 
 
 def merge(carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out: Merged) -> None:
@@ -127,13 +135,10 @@ def _merge_parts_kernel(
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         kept, weight = tl.exp2(top - shift), tl.exp2(added - shift)
         top, total, acc = highest, total * kept + weight, acc * kept[:, None] + o * weight[:, None]
-    if total_ptr is None:
-        acc, top = normalise(tl.where(total == 0, 0.0, top), total, acc, True)
-    else:
-        tl.store(total_ptr + b * top_sb + head * top_sh + x, total, mask=ok)
-    tl.store(top_ptr + b * top_sb + head * top_sh + x, top, mask=ok)
-    out = out_ptr + (b * out_sb + x * out_ss + head * out_sh)[:, None] + c[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    at = b * top_sb + head * top_sh + x
+    _store_merged(
+        top, total, acc, top_ptr, total_ptr, out_ptr, at, b * out_sb + x * out_ss + head * out_sh, c, ok, inside
+    )
 
 
 def merge_parts(carry: SoftmaxState | None, parts: Sequence[Part], out: Merged) -> None:
@@ -147,27 +152,11 @@ def merge_parts(carry: SoftmaxState | None, parts: Sequence[Part], out: Merged) 
     bound_launch.launch(
         _merge_parts_kernel,
         (-(-s * h // held), b),
-        (
-            os,
-            lses,
-            m,
-            l,
-            before,
-            top,
-            total,
-            acc,
-            *_spans(parts),
-            *pair(m),
-            *strides(before),
-            *pair(top),
-            *strides(acc),
-            h,
-            s * h,
-            dv,
-        ),
+        (os, lses, m, l, before, top, total, acc, *_spans(parts), *pair(m), *strides(before), *pair(top), *strides(acc), h,
+         s * h, dv),
         {"ROWS": held, "DV": width},
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
