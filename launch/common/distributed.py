@@ -302,6 +302,24 @@ def _run_once(module: str, arguments: Sequence[str], nproc: int) -> None:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
 
 
+def record_failure(run: Callable[[], int]) -> int:
+    """Return what `run`, a rank's work, returns; an exception is written to the report that the launcher reads.
+
+    The report appears whole: a launcher that ends its ranks may end this one while it writes, and cannot read half a report.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    class Handler(ErrorHandler):
+        def record_exception(self, e: BaseException) -> None:
+            if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is None:
+                return
+            os.environ["TORCHELASTIC_ERROR_FILE"] = part = f"{report}.part"
+            super().record_exception(e)
+            os.replace(part, report)
+
+    return record(run, Handler())() or 0
+
+
 def describe_failures(failures: dict[int, Any], then: str = CONTINUES) -> str:
     """One line about the end of a run: names the rank that refused or was killed by a signal, else the one that failed first."""
 

@@ -17,6 +17,7 @@ from ringattn.launch.common.distributed import (
     init_ranks,
     is_rank,
     launch_ranks,
+    record_failure,
     resolve_device,
     run_command,
 )
@@ -131,11 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     config = parse(arguments, prog=f"python -m {MODULE}", description=DESCRIPTION)
     if is_rank():
-        return record(run_rank)(config) or 0
+        return record_failure(lambda: run_rank(config))
     # check flags once, not on every rank
     check(config)
     nproc = count_ranks(config)

@@ -23,14 +23,21 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ringattn.launch.common import distributed
-from ringattn.launch.common.distributed import REFUSED, Refusal, Session, describe_failures, launch_ranks
+from ringattn.launch.common.distributed import (
+    REFUSED,
+    Refusal,
+    Session,
+    describe_failures,
+    launch_ranks,
+    record_failure,
+)
 from ringattn.launch.train import run
 from ringattn.launch.train.__main__ import RestartPolicy, count_ranks, main, run_rank
 from ringattn.launch.train.checkpoint import (
@@ -449,6 +456,29 @@ def test_the_rank_that_was_killed_is_named_before_ranks_that_failed_after_it():
     assert failed.startswith("the run ended because rank 2 (process 104) exited with code 3")
     refused = describe_failures({0: failure(-15, 4), 1: failure(REFUSED, 5)})
     assert refused.startswith("the run ended because rank 1 (process 105) exited with code 3; its message is above")
+
+
+def test_a_rank_ended_while_it_reports_its_failure_leaves_no_half_report(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report := tmp_path / "error.json"))
+
+    def fail() -> int:
+        raise ValueError("lost")
+
+    def write_half(data: object, file: TextIO) -> None:
+        file.write(json.dumps(data)[:9])
+        file.flush()
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dump", write_half)
+        with pytest.raises(SystemExit):
+            record_failure(fail)
+    assert not report.exists()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    with pytest.raises(ValueError, match="lost"):
+        record_failure(fail)
+    assert json.loads(report.read_text())["message"]["message"] == "ValueError: lost"
+    assert record_failure(lambda: 7) == 7
 
 
 def test_a_run_without_progress_is_given_up_and_progress_resets_the_count(tmp_path, capsys):
