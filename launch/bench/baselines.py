@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from torch import Tensor
 import ringattn
 from ringattn.kernels.interface import BackwardStep, CallShape, Grads, SoftmaxState, Step, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
-from ringattn.launch.bench.workloads import Inputs, Problem, draw_inputs, mask_rule
+from ringattn.launch.bench.workloads import PACKED, Inputs, Problem, draw_inputs, mask_rule
 from ringattn.launch.common.session import Session
 from ringattn.launch.common.timing import reason
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
@@ -187,12 +188,12 @@ def prepare_fa2(inputs: Inputs) -> Contender:
     """Prepare FlashAttention-2 as torch ships it, b h s d; windows and documents through the operator underneath."""
     from torch.nn.attention import SDPBackend
 
-    _check_peer(inputs, "full", "causal", "window", "documents")
+    _check_peer(inputs, "full", "causal", "window", *PACKED)
     problem = inputs.problem
     if problem.mask in ("full", "causal"):
         return _sdpa(inputs, SDPBackend.FLASH_ATTENTION)
     attention = torch.ops.aten._flash_attention_forward
-    if problem.mask == "documents":
+    if problem.mask in PACKED:
         return _packed(inputs, lambda q, k, v, cuts, n: attention(q, k, v, cuts, cuts, n, n, 0.0, True, False)[0])
     q, k, v, do = inputs.take("bshd")
     n = problem.seq_len
@@ -251,7 +252,7 @@ def prepare_flex(inputs: Inputs, backend: str | None = None) -> Contender:
 
 def prepare_fa4(inputs: Inputs) -> Contender:
     """Prepare FlashAttention-4 (CuTe), where it is installed, b s h d; documents as variable lengths."""
-    _check_peer(inputs, "full", "causal", "window", "documents")
+    _check_peer(inputs, "full", "causal", "window", *PACKED)
     try:
         from flash_attn.cute.interface import (  # pyright: ignore[reportMissingImports]
             flash_attn_func,
@@ -260,7 +261,7 @@ def prepare_fa4(inputs: Inputs) -> Contender:
     except ImportError as missing:
         raise Unsupported(f"flash_attn.cute cannot be imported: {missing}") from missing
     problem = inputs.problem
-    if problem.mask == "documents":
+    if problem.mask in PACKED:
         return _packed(
             inputs,
             lambda q, k, v, cuts, n: flash_attn_varlen_func(
@@ -383,10 +384,13 @@ class Peers(contextlib.ExitStack):
         self._patched = False
 
     def prepare(self, who: str, problem: Problem, seed: int) -> Contender:
-        """Prepare a peer on the inputs of `prepare_ours` with the same seed under zigzag; raise Unsupported if it cannot."""
+        """Prepare a peer on the inputs of `prepare_ours` with the same seed; raise Unsupported if it cannot.
+
+        Rows lie in the zigzag layout, those of documents in the contiguous one.
+        """
         world_size = self._session.world_size
-        if problem.mask != "causal":
-            raise Unsupported(f"no {problem.mask} mask over load-balanced shards")
+        if problem.mask != "causal" and (who != "ring_flash_attn" or problem.mask not in PACKED):
+            raise Unsupported(f"no {problem.mask} mask over shards")
         if problem.seq_len % (2 * world_size):
             raise Unsupported(f"seq_len must be a multiple of {2 * world_size}, got {problem.seq_len}")
         if self._session.device.type != "cuda":
@@ -395,7 +399,10 @@ class Peers(contextlib.ExitStack):
             raise Unsupported("runs among several ranks only")
         inputs = draw_inputs(problem, problem.seq_len // world_size, self._session.device, seed)
         if who == "ring_flash_attn":
-            attention, (q, k, v, do) = find_ring_flash_attn(), inputs
+            package, (q, k, v, do) = find_ring_flash_attn(), inputs
+            if problem.documents:
+                return _packed_ring(package, problem.documents, inputs, self._session)
+            attention = package.zigzag_ring_flash_attn_func
             return differentiable(lambda: attention(q, k, v, causal=True, group=dist.group.WORLD), (q, k, v), do)
         if not self._patched:
             self.enter_context(torch_context_parallel(self._session))
@@ -416,12 +423,28 @@ class Peers(contextlib.ExitStack):
         return dataclasses.replace(found, answers=answers, note=note)
 
 
-def find_ring_flash_attn() -> Callable[..., Tensor]:
-    """Return the zigzag attention of ring-flash-attn; raise Unsupported where that is not installed."""
+def _packed_ring(package: Any, documents: Sequence[int], inputs: Sequence[Tensor], session: Session) -> Contender:
+    """Make a contender of ring-flash-attn's attention of packed documents, four key heads at a time as in its benchmark."""
+    if inputs[0].shape[0] != 1:
+        raise Unsupported(f"packed documents of one batch element, got {inputs[0].shape[0]}")
+    q, k, v, do = (x.detach()[0] for x in inputs)
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    cuts = torch.tensor(documents, dtype=torch.int32, device=q.device)
+    *bounds, keys = package.llama3_flash_attn_prepare_cu_seqlens(cuts, True, session.rank, session.world_size)
+    options = {"heads_k_stride": math.gcd(4, k.shape[1]), "local_k_slice": keys, "group": dist.group.WORLD}
+
+    def forward() -> Tensor:
+        return package.llama3_flash_attn_varlen_func(*leaves, *bounds, causal=True, **options)
+
+    return differentiable(forward, leaves, do, lambda x: x[None])
+
+
+def find_ring_flash_attn() -> Any:
+    """Return the package ring_flash_attn; raise Unsupported where it is not installed."""
     if importlib.util.find_spec("ring_flash_attn") is None:
         raise Unsupported("not installed (pip install --no-deps ring-flash-attn)")
     provide_flash_attn()
-    return importlib.import_module("ring_flash_attn").zigzag_ring_flash_attn_func
+    return importlib.import_module("ring_flash_attn")
 
 
 def provide_flash_attn() -> None:
@@ -440,20 +463,67 @@ def provide_flash_attn() -> None:
     interface.__dict__.update(
         _flash_attn_forward=_flash_forward,
         _flash_attn_backward=_flash_backward,
-        _flash_attn_varlen_forward=_no_varlen,
-        _flash_attn_varlen_backward=_no_varlen,
+        _flash_attn_varlen_forward=_flash_varlen_forward,
+        _flash_attn_varlen_backward=_flash_varlen_backward,
     )
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+
+
+def _flash_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor, None, Tensor]:
+    _check_unused(others)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    # no dropout, no debug mask
+    o, lse, state, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *lengths, 0.0, causal, False, scale=softmax_scale
+    )
+    return o, lse, None, state
+
+
+def _flash_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    **others: Any,
+) -> None:
+    _check_unused(others)
+    # the state of a random generator that is not used
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    found = torch.ops.aten._flash_attention_backward(
+        *(dout, q, k, v, out, softmax_lse, *lengths, 0.0, causal, state, state), scale=softmax_scale
+    )
+    for x, gradient in zip((dq, dk, dv), found, strict=True):
+        x.copy_(gradient)
 
 
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, **others: Any
 ) -> tuple[Tensor, Tensor, None, Tensor]:
-    _check_unused(others)
-    attention = torch.ops.aten._flash_attention_forward
-    # no cumulative lengths, no dropout, no debug mask
-    o, lse, state, *_ = attention(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=softmax_scale)
-    return o, lse, None, state
+    lengths = None, None, q.shape[1], k.shape[1]
+    return _flash_varlen_forward(q, k, v, *lengths, softmax_scale=softmax_scale, causal=causal, **others)
 
 
 def _flash_backward(
@@ -470,22 +540,8 @@ def _flash_backward(
     causal: bool = False,
     **others: Any,
 ) -> None:
-    _check_unused(others)
-    # the state of a random generator that is not used
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    attention = torch.ops.aten._flash_attention_backward
-    n, n_kv = q.shape[1], k.shape[1]
-    found = attention(
-        *(dout, q, k, v, out, softmax_lse, None, None, n, n_kv, 0.0, causal, state, state), scale=softmax_scale
-    )
-    for x, gradient in zip((dq, dk, dv), found, strict=True):
-        x.copy_(gradient)
-
-
-def _no_varlen(*_: Any, **__: Any) -> None:
-    raise NotImplementedError(
-        "variable lengths must come from flash_attn itself, got the functions inside torch; install it"
-    )
+    given = dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, q.shape[1], k.shape[1]
+    _flash_varlen_backward(*given, softmax_scale=softmax_scale, causal=causal, **others)
 
 
 def _check_unused(options: dict[str, Any]) -> None:

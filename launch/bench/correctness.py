@@ -70,7 +70,7 @@ def check_rings(
             head_dim=problem.head_dim,
             v_head_dim=problem.head_dims[1],
             mask=dataclasses.replace(problem, seq_len=n, window=n // 4).options,
-            documents=(0, n // 7, n // 3, n) if problem.mask == "documents" else None,
+            documents=(0, n // 7, n // 3, n) if problem.documents else None,
             layouts=resolve_layouts(layouts, problem, session.world_size),
         )
     all_green = True

@@ -67,7 +67,8 @@ class RingFlags:
             KV of the forward; "fused_kv_buffer": one launch, KV written into the ring's memory; "stepwise": step by step over the
             copy engine; "process_group": step by step over NCCL or gloo.
         virtual_size: Rings of so many virtual ranks beside them, each in the row virtual_N.
-        peers: Other implementations, under a causal mask.
+        peers: Other implementations, under a causal mask in the zigzag layout; ring_flash_attn also for documents, in the
+            contiguous one.
         heads: Query heads.
         kv_heads: Key/value heads, one or more counts.
         head_dim: Of q, k and v.
@@ -135,7 +136,10 @@ def bench_ring(args: RingFlags, session: Session, keep: Keep) -> list[dict[str, 
     """Return the rows of the ring, one per problem, layout and implementation; None when the check is red."""
     lengths = args.total or tuple(tokens * session.world_size for tokens in args.tokens)
     problems = [
-        Problem(mask, n, args.batch, args.heads, kv_heads, args.head_dim, args.dtype, args.window)
+        Problem(
+            *(mask, n, args.batch, args.heads, kv_heads, args.head_dim, args.dtype, args.window),
+            document=-(-n // 4) if mask == "varlen" else 0,
+        )
         for kv_heads in args.kv_heads
         for mask in args.masks
         for n in lengths
@@ -181,7 +185,7 @@ def measure(
         makers[name] = lambda ring=ring, kv_buffer=name == "fused_kv_buffer": prepare_ours(
             problem, ring, layout, session.device, args.impl, session.rank, kv_buffer=kv_buffer
         )
-    if layout == "zigzag":
+    if layout == ("contiguous" if problem.documents else "zigzag"):
         for who in dict.fromkeys(args.peers):
             makers[who] = lambda who=who: peers.prepare(who, problem, session.rank)
     plain = [name for name, ring in rings.items() if not ring.is_virtual]

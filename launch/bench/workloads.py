@@ -9,6 +9,7 @@ Note [FLOPs]
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -30,11 +31,31 @@ from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import MaskUnion, short_mask
 from ringattn.plan.ring_plan import make_plan, moved_rows
 
-MaskName = Literal["full", "causal", "window", "documents", "tree", "sinks", "spans", "blocks_50", "blocks_12"]
+MaskName = Literal[
+    "full", "causal", "window", "documents", "varlen", "tree", "sinks", "spans", "blocks_50", "blocks_12"
+]
+PACKED: tuple[MaskName, ...] = ("documents", "varlen")
 UNIONS: tuple[MaskName, ...] = ("tree", "sinks", "spans", "blocks_50", "blocks_12")
 """Masks of several intervals, or of blocks."""
 SHARES: dict[MaskName, float] = {"blocks_50": 0.5, "blocks_12": 0.125}
 """Visible part of the blocks below the diagonal."""
+LENGTHS = {
+    (0, 10): 30254,
+    (11, 50): 391188,
+    (51, 100): 699596,
+    (101, 200): 1377757,
+    (201, 500): 3794735,
+    (501, 1024): 3316785,
+    (1025, 2048): 2106566,
+    (2049, 4096): 988525,
+    (4097, 8192): 410002,
+    (8193, 16384): 173574,
+    (16385, 32768): 115007,
+    (32769, 65536): 18428,
+    (65537, 131072): 22513,
+    (131073, 196608): 18284,
+}
+"""Documents of a training set by their tokens, by ranges: doc_length_distribution.csv of MagiAttention's benchmark."""
 ANSWERS, IMAGES, IMAGE_TOKENS, SINKS, BLOCK = 16, 16, 576, 4, 128
 DTypeName = Literal["bf16", "fp16", "fp32", "fp64"]
 FACTORS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -46,11 +67,12 @@ class Problem:
     """One attention that all implementations compute.
 
     Attributes:
-        mask: Window and documents are causal, too. tree: a prompt of half the tokens and ANSWERS answers of equal length; sinks:
+        mask: Window, documents and varlen are causal, too. varlen: documents of the lengths LENGTHS, as MagiAttention's benchmark
+            of context parallelism packs them. tree: a prompt of half the tokens and ANSWERS answers of equal length; sinks:
             the window and SINKS first tokens; spans: causal, but IMAGES images of IMAGE_TOKENS see all of themselves; blocks_50 and
             blocks_12: a random part of the causal blocks of BLOCK tokens, the diagonal among them.
         window: Tokens to the left under the window mask.
-        document: Tokens of each document; 0 for documents as `pack_documents` draws them.
+        document: Tokens of each document, under varlen of the longest; 0 for documents as `pack_documents` draws them.
         v_head_dim: None: head_dim.
     """
 
@@ -73,6 +95,8 @@ class Problem:
     @property
     def documents(self) -> tuple[int, ...] | None:
         """Boundaries of packed documents, if the mask has any."""
+        if self.mask == "varlen":
+            return sample_documents(self.seq_len, self.document)
         if self.mask != "documents":
             return None
         if self.document:
@@ -139,6 +163,23 @@ def pack_documents(seq_len: int) -> tuple[int, ...]:
     return tuple(ends)
 
 
+def sample_documents(seq_len: int, longest: int) -> tuple[int, ...]:
+    """Boundaries of documents drawn from LENGTHS, each as long as the middle of its range; always the same.
+
+    Longer ones are cut into pieces of `longest` tokens and a rest, which are drawn like documents of their own.
+    """
+    pieces = collections.Counter[int]()
+    for bounds, count in LENGTHS.items():
+        whole, rest = divmod(sum(bounds) // 2, longest)
+        pieces.update({longest: whole * count, rest: count})
+    del pieces[0]
+    draw, ends = random.Random(0), [0]
+    while ends[-1] < seq_len:
+        [length] = draw.choices(list(pieces), list(pieces.values()))
+        ends.append(min(seq_len, ends[-1] + length))
+    return tuple(ends)
+
+
 def visible_rows(problem: Problem, start: int, stop: int, device: torch.device) -> Tensor:
     """Return the mask of the queries start .. stop - 1 over all keys, from its definition: boolean `1 s n`."""
     i = torch.arange(start, stop, device=device)[:, None]
@@ -149,8 +190,8 @@ def visible_rows(problem: Problem, start: int, stop: int, device: torch.device) 
 def mask_rule(problem: Problem, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the definition of a mask as a function of positions of queries and keys, which knows no terms."""
     n, left, name = problem.seq_len, problem.window, problem.mask
-    if name == "documents":
-        ends = torch.tensor((problem.documents or (0, n))[1:], device=device)
+    if problem.documents:
+        ends = torch.tensor(problem.documents[1:], device=device)
         owner = torch.bucketize(torch.arange(n, device=device), ends, right=True)
         return lambda i, j: (i >= j) & (owner[i] == owner[j])
     if name == "tree":
@@ -205,7 +246,7 @@ def resolve_layouts(layouts: Sequence[str], problem: Problem, world_size: int) -
         shards = make_shards(layout, problem.seq_len, world_size, mask)
         return moved_rows(make_plan(shards, shards, mask, "keys"))
 
-    best, mask = "balanced" if problem.mask == "documents" else "zigzag", mask_of(problem)
+    best, mask = "balanced" if problem.documents else "zigzag", mask_of(problem)
     if "best" in layouts and problem.mask == "window":
         best = min(("contiguous", "zigzag"), key=rows)
     return tuple(dict.fromkeys(best if one == "best" else one for one in layouts))

@@ -231,3 +231,16 @@ def test_documents_are_the_same_at_every_length() -> None:
     assert long[: len(short) - 1] == short[:-1]
     assert (short[0], short[-1], long[-1]) == (0, 10_000, 100_000)
     assert all(a < b for a, b in pairwise(long))
+
+
+def test_sampled_documents_have_the_lengths_of_the_table() -> None:
+    """Most documents are short, most tokens are in long ones, which are cut."""
+    cuts = workloads.sample_documents(20_000_000, 16_384)
+    lengths = [b - a for a, b in pairwise(cuts)][:-1]
+    middles = {sum(bounds) // 2 for bounds in workloads.LENGTHS}
+    assert set(lengths) <= {min(one, 16_384) for one in middles} | {one % 16_384 for one in middles}
+    count = sum(workloads.LENGTHS.values())
+    for bounds in ((101, 200), (201, 500), (4097, 8192)):
+        share = lengths.count(sum(bounds) // 2) / len(lengths)
+        assert share == pytest.approx(workloads.LENGTHS[bounds] / count, rel=0.1)
+    assert cuts[:100] == workloads.sample_documents(200_000, 16_384)[:100]

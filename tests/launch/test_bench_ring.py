@@ -159,8 +159,12 @@ def test_attention_inside_torch_serves_ring_flash_attn(monkeypatch: pytest.Monke
     provided = sys.modules["flash_attn.flash_attn_interface"]
     signature = inspect.signature(provided._flash_attn_backward)
     assert {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "causal"} <= set(signature.parameters)
+    packed = inspect.signature(provided._flash_attn_varlen_backward)
+    assert {*signature.parameters, "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"} == set(
+        packed.parameters
+    )
     with pytest.raises(NotImplementedError, match="window_size_left must be left out, got 5"):
-        provided._flash_attn_forward(None, None, None, window_size_left=5)
+        provided._flash_attn_forward(*torch.zeros(3, 1, 1, 1, 1), window_size_left=5)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(math.inf, 5), (0.0, 3), (1e3, 5)])
