@@ -113,22 +113,10 @@ class RankConsensus:
         try:
             store.wait(keys, self.timeout)
         except RuntimeError as error:
-            self._left += read
-            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-            # ranks that come later must neither go on alone nor be a round behind
-            store.set(self._key(self.rank), _GAVE_UP)
-            self._round += 1
-            found = {peer: self._note(peer) for peer in missing}
-            notes = {peer: store.get(key).decode() for peer, key in found.items() if store.check([key])}
-            notes = {peer: note for peer, note in notes.items() if note != _NOWHERE}
-            where = f"this rank is in {doing}"
-            if notes:
-                here = f"{where} of ring {self.name!r}"
-                where = ", ".join([here, *(f"ring rank {peer} in {note}" for peer, note in notes.items())])
-            raise RuntimeError(
-                f"ring rank {self.rank}: ring ranks {missing} did not make this attention call within {self.timeout} ({where}); "
-                f"all ranks of a ring must make the same calls in the same order"
-            ) from error
+            # a host that is busy may find the timeout over and all ranks there
+            if missing := [peer for peer, key in enumerate(keys) if not store.check([key])]:
+                self._left += read
+                self._give_up(store, missing, doing, error)
         self._round += 1
         store.set(note, _NOWHERE)
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
@@ -142,6 +130,22 @@ class RankConsensus:
                 "ranks must come to it within the timeout of the Ring, which may be longer"
             )
         return texts
+
+    def _give_up(self, store: Any, missing: Sequence[int], doing: str, error: RuntimeError) -> NoReturn:
+        # ranks that come later must neither go on alone nor be a round behind
+        store.set(self._key(self.rank), _GAVE_UP)
+        self._round += 1
+        found = {peer: self._note(peer) for peer in missing}
+        notes = {peer: store.get(key).decode() for peer, key in found.items() if store.check([key])}
+        notes = {peer: note for peer, note in notes.items() if note != _NOWHERE}
+        where = f"this rank is in {doing}"
+        if notes:
+            here = f"{where} of ring {self.name!r}"
+            where = ", ".join([here, *(f"ring rank {peer} in {note}" for peer, note in notes.items())])
+        raise RuntimeError(
+            f"ring rank {self.rank}: ring ranks {missing} did not make this attention call within {self.timeout} ({where}); "
+            f"all ranks of a ring must make the same calls in the same order"
+        ) from error
 
     @contextlib.contextmanager
     def publishing_errors(self) -> Iterator[None]:
