@@ -64,8 +64,12 @@ def _remove(folder: Path) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder by name, newest first, intact or not."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: (step_of(path), path.stat().st_mtime_ns), reverse=True)
+    found = []
+    for path in folder.glob("step-*"):
+        with contextlib.suppress(FileNotFoundError):  # the run that writes here removes old ones
+            if _NAME.fullmatch(path.name) and path.is_dir():
+                found.append((step_of(path), path.stat().st_mtime_ns, path))
+    return [path for *_, path in sorted(found, reverse=True)]
 
 
 def step_of(path: Path) -> int:

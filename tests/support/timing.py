@@ -1,13 +1,26 @@
-"""Whether something is quick: owns the clock of tests that say so; knows nothing of what it times.
+"""Clocks of tests: whether something is quick, and waits for other threads and processes; knows nothing of what it times.
 
-A limit is some ten times what a quiet core takes, which tells a pass over documents from one over tokens, and holds no speed:
-cores are shared, and some are slow. One call may meet a burst of work of others, so a few are tried. The collector of garbage stays
-out of it: it may walk all that a test process holds (0.7 s once, in a process of two thousand tests).
+A limit of what is quick is some ten times what a quiet core takes, which tells a pass over documents from one over tokens, and
+holds no speed: cores are shared, and some are slow. One call may meet a burst of work of others, so a few are tried. The collector
+of garbage stays out of it: it may walk all that a test process holds (0.7 s once, in a process of two thousand tests).
 """
 
 import gc
 import time
 from collections.abc import Callable
+from typing import Any
+
+HANGS_S = 120.0
+"""Seconds after which something hangs: nothing lasts as long, however busy the machine is."""
+
+
+def wait_for(what: Callable[[], Any], say: Callable[[], object] = lambda: "") -> Any:
+    """Return the first true result of a call; fail with what `say` returns if there is none for HANGS_S."""
+    deadline = time.monotonic() + HANGS_S
+    while not (found := what()):
+        assert time.monotonic() < deadline, say()
+        time.sleep(0.01)
+    return found
 
 
 def assert_quick(call: Callable[[], object], limit: float) -> None:

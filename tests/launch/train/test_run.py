@@ -58,6 +58,7 @@ from ringattn.launch.train.pretrained import read_config_json
 from ringattn.launch.train.run import check_continues, check_memory, choose_checkpoint, planned_memory
 from ringattn.launch.train.trainer import Recipe, StepResult, Trainer
 from ringattn.sizing.shapes import ModelShape
+from tests.support.timing import HANGS_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -119,6 +120,20 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, damage):
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [7, 5]
 
 
+def test_a_checkpoint_that_a_run_removes_while_another_process_lists_them_is_left_out(tmp_path, monkeypatch):
+    newer, older = saved(tmp_path, 5, 10)
+    is_dir = Path.is_dir
+
+    def is_dir_and_then_gone(path: Path) -> bool:
+        found = is_dir(path)
+        if path == older:
+            path.rename(tmp_path / ".gone")
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", is_dir_and_then_gone)
+    assert list_checkpoints(tmp_path) == [newer]
+
+
 @pytest.mark.parametrize("moment", ["torch.save", "os.fsync", "pathlib.Path.rename"])
 def test_a_save_that_fails_raises_and_leaves_only_the_older_checkpoint(tmp_path, monkeypatch, moment):
     [older] = saved(tmp_path, 5)
@@ -143,7 +158,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     before = FileSystemWriter.write_data
 
     def write_late(*args: Any) -> Any:
-        assert written.wait(30)
+        assert written.wait(HANGS_S)
         return before(*args)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", write_late)
@@ -170,9 +185,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     for _ in range(4):
         process = context.Process(target=save_for_ever, args=(tmp_path,), daemon=True)
         process.start()
-        deadline = time.monotonic() + 60
-        while newest_step(tmp_path) <= last and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_for(lambda last=last: newest_step(tmp_path) > last)
         time.sleep(draw.uniform(0, 0.05))
         process.kill()
         process.join()
@@ -532,7 +545,7 @@ def assert_same_curve(out: Path, whole: Path) -> None:
 def whole_run(pool, tmp_path_factory) -> tuple[Path, str]:
     """A run on two ranks that nothing disturbed."""
     out = tmp_path_factory.mktemp("train") / "whole"
-    (code, said), _ = pool(2, timeout=120).run(run_quietly, out)
+    (code, said), _ = pool(2).run(run_quietly, out)
     assert code == 0
     return out, said
 
@@ -574,7 +587,7 @@ def test_a_run_leaves_its_log_curve_sample_and_checkpoints(whole_run):
 
 @pytest.mark.slow
 def test_every_mesh_has_the_same_loss_curve(whole_run, pool, tmp_path):
-    (code, said), *_ = pool(4, timeout=120).run(run_quietly, tmp_path, mesh="dp=2", recompute="selective")
+    (code, said), *_ = pool(4).run(run_quietly, tmp_path, mesh="dp=2", recompute="selective")
     assert code == 0
     assert "4 rank(s) (dp 2 x cp 2)" in said
     assert_same_curve(tmp_path, whole_run[0])
@@ -587,7 +600,7 @@ def test_packed_documents_train_equally_on_one_and_two_ranks(pool, tmp_path, pac
     for index in range(200):
         (tmp_path / "text" / f"{index}").write_bytes(b"document %d: " % index + bytes([97 + index % 26]) * (index % 40))
     flags = {"data": str(tmp_path / "text"), "pack": pack, "steps": 6, "batch_size": 4, "compare_steps": 2}
-    (code, said), _ = pool(2, timeout=120).run(run_quietly, tmp_path / "two", **flags, accumulate=2)
+    (code, said), _ = pool(2).run(run_quietly, tmp_path / "two", **flags, accumulate=2)
     assert code == 0
     assert "packed to 128 (balanced: " in said
     assert "equal within rounding" in said
@@ -666,12 +679,21 @@ def start(out: Path, *flags: str, launcher: Sequence[str] = OURS) -> subprocess.
     )
 
 
+def end_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Output and errors of a run, which must end."""
+    try:
+        return process.communicate(timeout=2 * HANGS_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"the run must have ended, got {process.communicate()}") from None
+
+
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Process ids by rank, of the ranks that a launcher has started."""
+    """Process ids by rank, of the ranks that a launcher has started: what a rank starts has its number, too."""
     import psutil
 
     found = {}
-    for child in psutil.Process(launcher).children(recursive=True):
+    for child in psutil.Process(launcher).children():
         try:
             found[int(child.environ()["RANK"])] = child.pid
         except (psutil.Error, KeyError):
@@ -681,7 +703,7 @@ def ranks_of(launcher: int) -> dict[int, int]:
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen[str], saved: int = 0) -> None:
     """Waits until a run has logged a step, and has the checkpoint of one: it is written beside the steps that follow."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANGS_S
     while time.monotonic() < deadline:
         logged = (out / "log.jsonl").exists() and any(done >= step for done, _, _ in losses(out))
         if logged and newest_step(out) >= saved:
@@ -699,7 +721,7 @@ def test_a_run_whose_rank_is_killed_restarts_and_repeats_every_bit(whole_run, tm
     wait_for_step(tmp_path, 7, process, saved=5)
     victim = ranks_of(process.pid)[1]
     os.kill(victim, signal.SIGKILL)
-    out, said = process.communicate(timeout=120)
+    out, said = end_of(process)
     assert process.returncode == 0, said
     if launcher is OURS:
         assert f"rank 1 (process {victim}) was killed by SIGKILL" in said
@@ -716,7 +738,7 @@ def test_ctrl_c_saves_and_stops_after_a_step_and_another_number_of_ranks_continu
     process = start(tmp_path, *SLOW, "--checkpoint-interval", "100")
     wait_for_step(tmp_path, 3, process)
     os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = end_of(process)
     assert process.returncode == 130, err
     [checkpoint] = list_checkpoints(tmp_path)
     assert f"stopped after step {step_of(checkpoint)}, which is saved" in out
