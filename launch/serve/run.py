@@ -57,7 +57,7 @@ from ringattn.launch.serve.rank_channel import RankChannel, RankLiveness
 from ringattn.launch.serve.scheduler import Scheduler
 from ringattn.ring import Ring
 
-FAREWELL_S = 1.0  # seconds in which error answers may be sent before the process exits
+CAUSE_S = 2.0  # seconds in which RankLiveness finds the cause of a failure
 HTTP_EXIT_S = 10.0  # seconds in which the HTTP process must exit after Stop
 SHOWN_FLAGS = (
     "kv_dtype host_cache_gib page_size chunk max_running queue max_connections keep_prefixes fuse split".split()
@@ -66,12 +66,13 @@ SHOWN_FLAGS = (
 
 
 class FatalExit:
-    """Ends the process after a fatal failure: prints the cause, fails all requests, and exits."""
+    """Ends the process after a fatal failure: prints the cause, fails all requests, waits for their answers, and exits."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._once = threading.Lock()
         self.engine: Engine | None = None
+        self.server: EngineServer | None = None
         self.process: HttpProcess | None = None
 
     def __call__(self, why: str) -> None:
@@ -81,9 +82,10 @@ class FatalExit:
         print(f"error: rank {self._session.rank}: {why}", file=sys.stderr, flush=True)
         if self.engine is not None:
             self.engine.fail(f"the server is going down: {why}")
-            time.sleep(FAREWELL_S)
+        if self.server is not None:
+            self.server.stop()
         if self.process is not None:
-            self.process.kill()
+            self.process.wait(0 if self.server is None else HTTP_EXIT_S)
         os._exit(1)
 
 
@@ -132,7 +134,7 @@ def run_rank(args: ServeArgs) -> int:
                 raise  # on every rank alike
             except Exception as error:
                 # a broken connection is an effect: wait for RankLiveness, which knows the cause
-                time.sleep(0 if session.world_size == 1 else 2 * FAREWELL_S)
+                time.sleep(0 if session.world_size == 1 else CAUSE_S)
                 traceback.print_exc()
                 if session.orphaned:
                     fatal_exit("the launcher of the ranks is gone, and with it their rendezvous store")
@@ -249,7 +251,7 @@ def _serve(
     about = _server_info(args, session, served, model_runner)
     recipe, defaults = served.tokenizer.recipe, served.defaults
     link, compiler = (process.folder, process.link, process.name), make_compiler(served.tokenizer)
-    server = EngineServer(engine, *link, fatal_exit, args.timeout, compiler)
+    server = fatal_exit.server = EngineServer(engine, *link, fatal_exit, args.timeout, compiler)
     server.start(Settings(served.name, recipe, args, length, engine.state(), about, defaults))
     print(f"cache: {describe_cache(model_runner.cache)}", flush=True)
     if model_runner.host_slots:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -294,8 +293,8 @@ def test_generation_by_replays_is_generation(pool: Pools) -> None:
             assert replays >= 7 + 8 + 7
 
 
-def hung(timeout: float) -> tuple[str, int, float]:
-    """Error of `generate` when its third replay does not end, the pages it has then, and how long that took."""
+def hung(timeout: float) -> tuple[str, int]:
+    """Error of `generate` when its third replay does not end, and the tokens that are stored then."""
     ring = Ring()
     ring._bounded_wait.timeout = timeout
     model = make("llama", "ringattn", torch.float32).eval()
@@ -303,26 +302,23 @@ def hung(timeout: float) -> tuple[str, int, float]:
     with RingCache(model, ring, max_tokens=64, page_size=4, graphs=recorder) as cache:
         with pytest.raises(RuntimeError) as caught:
             model.generate(**ONE, **GREEDY, past_key_values=cache)
-        seconds = 0.0
-        if timeout:
-            began = time.monotonic()
-            with pytest.raises(RuntimeError, match="has not ended"):
-                model(tokens(1), past_key_values=cache)
-            seconds = time.monotonic() - began
+        # a rank that has given up does not wait again
+        ring._bounded_wait.timeout = 1e9
+        with pytest.raises(RuntimeError, match="has not ended"):
+            model(tokens(1), past_key_values=cache)
         assert recorder.replays == 3
-        return str(caught.value), cache.get_seq_length(), seconds
+        return str(caught.value), cache.get_seq_length()
 
 
 ONE = {"input_ids": tokens(21), "attention_mask": torch.ones(1, 21).long()}
 
 
 def test_a_replay_that_does_not_end_is_an_error_of_generate_on_every_rank(pool: Pools) -> None:
-    for rank, (said, length, seconds) in enumerate(pool(2).run(hung, 0.2)):
+    for rank, (said, length) in enumerate(pool(2).run(hung, 0.2)):
         assert said.startswith(f"ring rank {rank} of ring ")
         assert "replayed decode step 3 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
         # a prompt, a plain call and two replays: the token of the third is not there
         assert length == 21 + 3
-        assert seconds < 0.2, "who has given up does not wait again"
 
 
 def go_down(folder: str) -> None:
@@ -338,7 +334,7 @@ def go_down(folder: str) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     cuda_graph_runner.select_capturer = lambda *_: Hung(good=1)  # pyright: ignore[reportAttributeAccessIssue]
-    timeout.BoundedWait.bound_s, run.FAREWELL_S = 0.3, 0.1  # pyright: ignore[reportAttributeAccessIssue]
+    timeout.BoundedWait.bound_s, run.CAUSE_S = 0.3, 0.2  # pyright: ignore[reportAttributeAccessIssue]
     serve = Engine.run
 
     def ask_first(engine: Engine) -> None:
