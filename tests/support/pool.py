@@ -43,8 +43,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-DEFAULT_TIMEOUT = 180.0
-GROUP_TIMEOUT = 90.0
+DEFAULT_TIMEOUT = 240.0  # below that of pytest, which does not tell where ranks are
+GROUP_TIMEOUT = 180.0
 GRACE = 5.0  # seconds the other ranks get to report, once one rank has raised
 
 _context = multiprocessing.get_context("forkserver")
@@ -207,10 +207,11 @@ class _Worker:
         """The Python stacks of all threads of a worker that does not answer."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, signal.SIGUSR1)
-        text, deadline = "", time.monotonic() + 1.0
-        while time.monotonic() < deadline and not text.endswith("\n\n"):
+        text, deadline = "", time.monotonic() + GRACE
+        # written line by line, the main thread last
+        while time.monotonic() < deadline and not text.endswith("in <module>\n"):
             time.sleep(0.02)
-            text = Path(self.stacks.name).read_text() + "\n"
+            text = Path(self.stacks.name).read_text()
         return text.rstrip() or "(no stack: the process does not take signals)"
 
 
@@ -272,6 +273,7 @@ def _answer(call: bytes) -> _Answer:
         module, file, name, arguments = pickle.loads(call)
         fn = getattr(_load(module, file), name)  # before the arguments, which may be of types that it defines
         args, kwargs = pickle.loads(arguments)
+        dist.barrier()  # tests with short timeouts begin together, whoever had to import their file first
         torch.manual_seed(0)
         return _Answer(True, pickle.dumps(fn(*args, **kwargs)), "", time.monotonic())
     except BaseException as error:
