@@ -204,7 +204,7 @@ def test_processes_exit_cleanly_with_living_rings(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 2

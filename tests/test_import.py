@@ -44,7 +44,7 @@ print(json.dumps({
 
 def _fresh(refused: list[str]) -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(refused)], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SCRIPT, json.dumps(refused)], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

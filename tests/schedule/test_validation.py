@@ -308,7 +308,7 @@ def test_multihead_attention_names_a_tensor_of_another_kind(options: dict[str, A
 
 def odd_calls() -> list[str]:
     """Calls that are wrong on rank 1 only, and what each rank says of them."""
-    ring = Ring(timeout=timedelta(seconds=5))
+    ring = Ring(timeout=timedelta(seconds=60))
     sharding = ring.sharding(9)
     q, wrong = torch.randn(1, sharding.shard_len, 2, 8), ring.rank == 1
     calls: list[dict[str, Any]] = [
@@ -363,7 +363,7 @@ def test_every_wait_has_a_timeout(seconds: int) -> None:
 
 def odd_gradients() -> str:
     """All ranks have evaluated a call; then they train, one of them its bias of keys, too. What each rank says of it."""
-    ring = Ring(timeout=timedelta(seconds=5))
+    ring = Ring(timeout=timedelta(seconds=60))
     sharding, wrong = ring.sharding(8), ring.rank == 1
     q, key_bias = torch.randn(1, sharding.shard_len, 2, 8), torch.zeros(1, sharding.shard_len)
     ring_attention(q, q, q, sharding, key_bias=key_bias)
@@ -380,7 +380,7 @@ def test_gradients_that_only_some_ranks_want_are_refused_after_an_evaluation(poo
 
 def odd_gathers() -> list[str]:
     """What gathers rows of all ranks and differs on rank 1, and what each rank says of it."""
-    ring = Ring(timeout=timedelta(seconds=5))
+    ring = Ring(timeout=timedelta(seconds=60))
     sharding, wrong = ring.sharding(8), ring.rank == 1
     rows = torch.randn(2, sharding.shard_len, 8)
     attention = RingMultiheadAttention(8, 2, batch_first=True)

@@ -28,6 +28,7 @@ from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_token
 from ringattn.launch.serve.scheduler import ScheduledStep, Scheduler
 from ringattn.launch.serve.tokenizer import ChatTemplateError, check_text
 from tests.support.page_spans import blocks_of, page_spans
+from tests.support.timing import HANGS_S, wait_for
 
 VOCAB = 256
 STOP = 0
@@ -159,7 +160,7 @@ class FakeRunner:
         return logits
 
 
-def make_engine(runner: Any, scheduler: Scheduler, time_limit_s: float = 60.0) -> Engine:
+def make_engine(runner: Any, scheduler: Scheduler, time_limit_s: float = HANGS_S) -> Engine:
     """Return an engine with a fake runner and no other ranks."""
     return Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
 
@@ -243,13 +244,13 @@ class FakeServer:
         *,
         running: int = 64,
         waiting: int = 1000,
-        time_limit_s: float = 60.0,
+        time_limit_s: float = HANGS_S,
         length: int | None = None,
         connections: int = 1000,
         host: str = "0.0.0.0",
         about: dict[str, Any] | None = None,
         defaults: dict[str, float] | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = HANGS_S,
         tokenizer: Any = None,
         **flags: Any,
     ) -> None:
@@ -289,25 +290,18 @@ class FakeServer:
 
     def __exit__(self, *failure: object) -> None:
         self.engine.stop(0.0)
-        self.thread.join(10)
+        self.thread.join(HANGS_S)
         self.engine_server.stop()
         self._http.should_exit = True
-        self._http_thread.join(10)
+        self._http_thread.join(HANGS_S)
         self.link.close()
 
-    def state_when(self, so: Callable[[dict[str, Any]], bool], timeout_s: float = 10.0) -> dict[str, Any]:
+    def state_when(self, so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Return the state as soon as it fulfils a condition."""
-        deadline = time.monotonic() + timeout_s
-        while not so(state := self.engine.state()):
-            assert time.monotonic() < deadline, state
-            time.sleep(0.01)
-        return state
+        return wait_for(lambda: state if so(state := self.engine.state()) else None, self.engine.state)
 
     def assert_idle(self) -> None:
         """Assert that nothing runs or waits, and every page is free or holds a kept prefix."""
         state = self.state_when(lambda state: not (state["running"] or state["waiting"]))
         assert state["pages"]["running"] == [0] * state["ranks"]
-        deadline = time.monotonic() + 10.0
-        while self.engine._open:  # emptied just after the state is new
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for(lambda: not self.engine._open)  # emptied just after the state is new

@@ -122,7 +122,7 @@ def text_folder(folder: Path) -> str:
 @pytest.mark.slow
 def test_packed_documents_train_the_same_on_one_and_on_two_ranks(pool, tmp_path):
     flags = {"model": write_config(tmp_path / "model", "gemma2"), "data": text_folder(tmp_path / "text"), "pack": True}
-    said, _ = pool(2, timeout=180).run(run_quietly, tmp_path / "two", **flags, recompute="selective", accumulate=2)
+    said, _ = pool(2).run(run_quietly, tmp_path / "two", **flags, recompute="selective", accumulate=2)
     assert "equal within rounding" in said
     run_quietly(tmp_path / "one", **flags)
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)

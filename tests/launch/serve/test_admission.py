@@ -450,7 +450,7 @@ def test_a_preempted_answer_is_streamed_without_a_gap_or_a_repetition_and_counte
     with FakeServer(FakeRunner(pages=8)) as served:  # 64 tokens
         body = {"max_tokens": 40, "ignore_eos": True, "temperature": 0, "stream": True, "prompt": prompts}
         texts = ["", ""]  # both prompts in one call, so that they run side by side
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as lines:
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as lines:
             for line in lines.iter_lines():
                 for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
                     texts[choice["index"]] += choice["text"]

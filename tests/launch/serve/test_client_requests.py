@@ -17,7 +17,7 @@ REQUESTS = json.loads(Path(__file__).with_name("client_requests.json").read_text
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with FakeServer(FakeRunner(pages=500)) as served, httpx.Client(base_url=served.url, timeout=30) as client:
+    with FakeServer(FakeRunner(pages=500)) as served, httpx.Client(base_url=served.url) as client:
         yield client
 
 

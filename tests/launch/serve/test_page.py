@@ -16,6 +16,7 @@ from ringattn.launch.serve.http.app import read_page
 from ringattn.launch.serve.scheduler import ScheduledStep
 from tests.launch.serve.test_http import going_on
 from tests.support.serving import STOP, FakeRunner, FakeServer, text_of
+from tests.support.timing import HANGS_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 QUIET = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
@@ -38,6 +39,7 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine")
     sync_api = pytest.importorskip("playwright.sync_api")
+    sync_api.expect.set_options(timeout=1000 * HANGS_S)
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         yield browser
@@ -49,7 +51,7 @@ def page(browser: Any) -> Iterator[Any]:
     """A page that fails the test after an error in its console or a request to another server."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     page, bad = context.new_page(), []
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(1000 * HANGS_S)
     page.on("pageerror", lambda error: bad.append(str(error)))
     page.on(
         "console",
@@ -77,7 +79,7 @@ def screenshot(page: Any, name: str) -> None:
 def test_a_chat_streams_and_the_state_is_updated(page):
     from playwright.sync_api import expect
 
-    with FakeServer(FakeRunner(pages=300, page_size=16, step_s=0.02)) as served:
+    with FakeServer(FakeRunner(pages=300, page_size=16, step_s=0.05)) as served:
         question = next(
             x
             for x in (going_on(f"hello {y}", 3) for y in range(10**4))
@@ -161,6 +163,7 @@ def test_stopping_an_answer_frees_its_pages(page):
         expect(page.locator(".turn.assistant")).to_have_text(SOME)
         page.click("#stop")
         served.assert_idle()
+        assert len(served.runner.steps) < 3000
         expect(page.locator("#stop")).to_be_hidden()
         expect(page.locator(".turn.error")).to_have_count(0)
 

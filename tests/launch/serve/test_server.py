@@ -37,6 +37,7 @@ from ringattn.launch.serve.models import load_model
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.tokenizer import ByteTokenizer
 from tests.launch.serve.test_models import _tokenizer
+from tests.support.timing import HANGS_S, wait_for
 from tests.test_docs import blocks
 from tests.test_docs import run as run_block
 
@@ -81,7 +82,7 @@ class Process:
 
     def wait_until_ready(self, timeout_s: float = 240.0) -> str:
         deadline = time.monotonic() + timeout_s
-        while not (found := re.search(r"serving \S+ at (http://\S+)", self.said)):
+        while not (found := re.search(r"serving \S+ at (http://\S+) ", self.said)):
             assert self.process.poll() is None, self.said
             assert time.monotonic() < deadline, self.said
             time.sleep(0.05)
@@ -92,32 +93,31 @@ class Process:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next(child for child in children if child.environ().get("RANK") == str(index))
 
-    def wait(self, timeout_s: float) -> int:
-        code = self.process.wait(timeout_s)
-        self._reader.join(10)
+    def wait(self) -> int:
+        try:
+            code = self.process.wait(HANGS_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the server must have ended, got\n{self.said}") from None
+        self._reader.join(HANGS_S)
         return code
 
     def state(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/state").json()
 
-    def state_when(self, so: Any, timeout_s: float = 30.0) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
-        while not so(state := self.state()):
-            assert time.monotonic() < deadline, state
-            time.sleep(0.05)
-        return state
+    def state_when(self, so: Any) -> dict[str, Any]:
+        return wait_for(lambda: state if so(state := self.state()) else None, self.state)
 
     def close(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in (*psutil.Process(self.process.pid).children(recursive=True), self.process):
                 process.kill()
-        self.process.wait(10)
+        self.process.wait(HANGS_S)
 
 
 FLAGS = (
     "--model tiny --page-size 16 --cache-gib 0.002 --chunk 256 --max-running 32 --queue 500 --max-body-mib 0.1".split()
 )
-FLAGS += ["--grace", "25"]  # for busy machines
+FLAGS += ["--grace", "90"]  # for busy machines
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_greedy_text_is_that_of_one_process(server):
     for prompt in ("hello", "a prompt of some length " * 20):
         body, text = ask_for(prompt, 24)
         assert len(text) >= 8, "the tokens of this prompt are decided"
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
         assert answer.json()["choices"][0]["text"] == text
     messages: Any = [{"role": "user", "content": "hi"}]
     body, text = ask_for("user: hi\nassistant: ", 10)
@@ -211,9 +211,7 @@ def test_options_and_scores_of_a_prompt_go_through_two_processes_and_two_ranks(s
         "ignore_eos": True,
     }
     asked = {**body, **punished, "echo": True, "logprobs": 1, "return_token_ids": True}
-    one, other = (
-        httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120).json()["choices"][0] for _ in range(2)
-    )
+    one, other = (httpx.post(f"{server.url}/v1/completions", json=asked).json()["choices"][0] for _ in range(2))
     assert one["token_ids"] == other["token_ids"]
     tokens = [*prompt.encode(), *one["token_ids"]]
     with torch.no_grad():
@@ -234,7 +232,7 @@ def test_two_ranks_follow_a_format_beside_answers_without_one(server):
     bodies = [{**asked, **formats}, {**asked, "ignore_eos": True}, {**asked, "structured_outputs": {"choice": ["a b"]}}]
     url = f"{server.url}/v1/chat/completions"
     with ThreadPoolExecutor(3) as threads:
-        said = [one.json() for one in threads.map(lambda body: httpx.post(url, json=body, timeout=120), bodies)]
+        said = [one.json() for one in threads.map(lambda body: httpx.post(url, json=body), bodies)]
     first, free, last = (one["choices"][0]["message"]["content"] for one in said)
     found = json.loads(first)
     assert (type(found["ok"]), found["n"] in (1, 22)) == (bool, True)
@@ -260,7 +258,7 @@ def test_a_checkpoint_with_latents_is_served_from_sharded_weights_with_kept_pref
             with torch.no_grad():
                 ids = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
             body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            answer = httpx.post(f"{url}/v1/completions", json=body).json()
             assert answer["choices"][0]["token_ids"] == ids[len(prompt) :]
         lines = httpx.get(f"{url}/metrics").text.splitlines()
         assert f"ringattn_cache_bytes_per_token {2 * 4.0 * (LATENT + ROTARY)}" in lines
@@ -286,7 +284,7 @@ def load_and_check(server: Process, count: int, distinct: Sequence[str], most: i
     """Send many requests at once, some invalid, some cancelled: all others get the text of one process, and all pages are freed."""
     wanted = [ask_for(prompt, 2 + x % most) for x, prompt in enumerate(distinct)]
     room = server.state()["pages_per_rank"] * 2 * 16
-    client = httpx.Client(base_url=server.url, timeout=240, limits=httpx.Limits(max_connections=count))
+    client = httpx.Client(base_url=server.url, limits=httpx.Limits(max_connections=count))
     kinds: list[str] = []
 
     def ask(x: int) -> None:
@@ -329,7 +327,7 @@ def load_and_check(server: Process, count: int, distinct: Sequence[str], most: i
     assert state["pages"]["running"] == [0, 0]
     assert state["totals"]["shared_tokens"] > 0
     # a request of the whole cache is let in only when every page has come back
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "z" * (room - 1), "max_tokens": 1}, timeout=120)
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "z" * (room - 1), "max_tokens": 1})
     assert answer.status_code == 200, answer.text
     state = server.state_when(lambda state: not state["running"])
     assert state["kept_prefixes"] == 1
@@ -341,7 +339,7 @@ def test_many_at_once_get_their_answers_alone_and_all_pages_are_freed(server):
 
 def test_the_bench_finds_equal_answers_alone_and_beside_others(server, tmp_path, capsys):
     words = "--contexts 300 --repeats 2 --clients 1 6 --prompt-lengths 20 60 --tokens 8 --requests 4 --sample 3"
-    words += " --most-clients 2 --latency-ms 1000 --seed 1"
+    words += " --most-clients 2 --latency-ms 60000 --seed 1"
     assert bench.main(["server", "--url", server.url, *words.split(), "--out", str(tmp_path)]) == 0, capsys.readouterr()
     content = json.loads((tmp_path / "server.json").read_text())
     assert content["machine"]["flags"] == server.state()["server"]["flags"]
@@ -353,7 +351,7 @@ def test_the_bench_finds_equal_answers_alone_and_beside_others(server, tmp_path,
     ]  # fmt: skip
     for row in (alone, *loads):
         assert row["failed"] == row["cached_tokens"] == 0
-        assert 0 < row["tpot_ms"] <= row["tpot_p95_ms"] < 1000 > row["ttft_ms"] > 0
+        assert 0 < row["tpot_ms"] <= row["tpot_p95_ms"] < 60000 > row["ttft_ms"] > 0
 
 
 @pytest.mark.slow
@@ -375,25 +373,22 @@ def test_a_killed_rank_takes_the_server_down_and_is_named(doomed, server):
 
     def stream() -> None:
         body = {"prompt": "abc", "max_tokens": 2000, "temperature": 1, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
             seen["stream"] = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
 
     def whole() -> None:
         body = {"prompt": "abcd", "max_tokens": 2000, "temperature": 1, "ignore_eos": True}
-        seen["whole"] = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        seen["whole"] = httpx.post(f"{url}/v1/completions", json=body)
 
     threads = [threading.Thread(target=one) for one in (stream, whole)]
     for thread in threads:
         thread.start()
     doomed.state_when(lambda state: state["running"] == 2 and state["totals"]["steps"]["decode"] > 3)
     victim.kill()
-    began = time.monotonic()
-    code = doomed.wait(30)
-    took = time.monotonic() - began
+    code = doomed.wait()  # far below --timeout
     for thread in threads:
-        thread.join(10)
+        thread.join(HANGS_S)
     assert code == 1, doomed.said
-    assert took < 15
     assert f"rank 1 (process {victim.pid}) is gone" in doomed.said
     assert f"the run ended because rank 1 (process {victim.pid}) was killed by SIGKILL" in doomed.said
     assert "the same command starts the server again" in doomed.said
@@ -409,13 +404,13 @@ def test_sigterm_lets_answers_end_and_leaves_with_0(server):
     (other,) = server.rank(0).children()
     assert "launch.serve.http.process" in " ".join(other.cmdline())
     with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        answer = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body)
         server.state_when(lambda state: state["running"] == 1)
         server.process.send_signal(signal.SIGTERM)
-        assert server.wait(40) == 0, server.said
+        assert server.wait() == 0, server.said
         assert answer.result().status_code == 200
         assert answer.result().json()["usage"]["completion_tokens"] == 100
-    assert "stopping after SIGTERM: running requests have 25 s to end" in server.said
+    assert "stopping after SIGTERM: running requests have 90 s to end" in server.said
     assert server.lines[-1].startswith("stopped")
     assert not other.is_running()
 
@@ -432,7 +427,7 @@ def test_under_torchrun_the_exit_code_tells_an_orderly_end(number: signal.Signal
         first, second = server.rank(0), server.rank(1)
         assert f"to end it: kill {first.pid} " in server.said
         (first if number == signal.SIGTERM else second).send_signal(number)
-        code = server.wait(40)
+        code = server.wait()
         if number == signal.SIGTERM:
             assert code == 0, server.said
             assert "Traceback" not in server.said

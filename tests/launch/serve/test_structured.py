@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import socket
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from ringattn.ring import Ring
 from tests.launch.serve.test_http import going_on, read_chunks
 from tests.launch.serve.test_models import CONFIG, _tokenizer
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters
+from tests.support.timing import wait_for
 
 pytest.importorskip("llguidance")
 
@@ -118,7 +120,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 def post(served: FakeServer, path: str = "chat/completions", **body: Any) -> httpx.Response:
     asked = {"messages": MESSAGES} if path == "chat/completions" else {"prompt": "x"}
     body = {**asked, "max_tokens": 900, **body}
-    return httpx.post(f"{served.url}/v1/{path}", json=body, timeout=120)
+    return httpx.post(f"{served.url}/v1/{path}", json=body)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["ahead", "in turn"])
@@ -183,7 +185,7 @@ def test_a_model_with_random_weights_and_many_tokens_writes_json_of_its_schema(t
         bodies += [{**asked, "structured_outputs": {"choice": ["the ring", "straße"]}}]
         bodies += [{"messages": MESSAGES, "max_tokens": 30, "ignore_eos": True}]
         url = f"{served.url}/v1/chat/completions"
-        answers = list(threads.map(lambda body: httpx.post(url, json=body, timeout=120).json(), bodies))
+        answers = list(threads.map(lambda body: httpx.post(url, json=body).json(), bodies))
     texts = [one["choices"][0]["message"]["content"] for one in answers]
     for text in texts[:2]:
         assert_valid(text)
@@ -279,13 +281,12 @@ def test_a_request_that_is_cancelled_while_its_grammar_compiles_is_never_compute
     with FakeServer(FakeRunner(pages=1000)) as served:
         try:
             body = {"messages": MESSAGES, "structured_outputs": {"choice": ["a"]}}
-            with httpx.Client() as client, pytest.raises(httpx.ReadTimeout):
-                client.post(f"{served.url}/v1/chat/completions", json=body, timeout=0.2)
-            assert begun.wait(60)
-            deadline = time.monotonic() + 30
-            while served.engine_server._compiling:
-                assert time.monotonic() < deadline, "the cancellation has not come"
-                time.sleep(0.01)
+            data = json.dumps(body).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+            with socket.create_connection(("127.0.0.1", served.port)) as client:
+                client.sendall(f"{head}\r\n\r\n".encode() + data)
+                assert begun.wait(60)
+            wait_for(lambda: not served.engine_server._compiling, lambda: "the cancellation has not come")
         finally:
             go_on.set()
         post(served, structured_outputs={"choice": ["b"]})  # after it
@@ -328,11 +329,9 @@ def test_a_request_that_is_cancelled_while_its_grammar_compiles_is_never_compute
     ],
 )
 def test_formats_that_can_not_be_followed_get_a_400_in_bounded_time(noise, options, message):
-    began = time.monotonic()
-    found = post(noise, **options)
+    found = post(noise, **options)  # which waits for HANGS_S at most
     assert found.status_code == 400, found.text
     assert message in found.json()["error"]["message"]
-    assert time.monotonic() - began < 30
     noise.assert_idle()
 
 
