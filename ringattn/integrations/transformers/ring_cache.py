@@ -126,7 +126,7 @@ class RingCache(Cache):
                     f"{max_tokens}; pass max_tokens={positions}"
                 )
         super().__init__(layers=[_LAYER] * sizes["layers"])
-        self.ring, self.max_tokens = ring, max_tokens
+        self.ring, self.max_tokens, self._batch = ring, max_tokens, batch
         # sequences of a batch get their pages on the same ranks
         pages = batch * ceil(ceil(max_tokens / page_size) / ring.world_size)
         sizes |= {"dtype": model.dtype, "pages": pages, "page_size": page_size, "kv_dtype": kv_dtype}
@@ -388,6 +388,11 @@ class RingCache(Cache):
             raise ValueError(
                 f"the batch must be of the {len(self._requests)} sequences that the cache has, got {b}; "
                 "call reset() before other prompts"
+            )
+        if b > self._batch:
+            raise ValueError(
+                f"the batch must be of at most batch={self._batch} sequences, prompts times beams or returned sequences, got {b}; "
+                f"make the RingCache with batch={b}"
             )
         if before + n > self.max_tokens:
             raise ValueError(
