@@ -43,7 +43,8 @@ def up_projections(module: Any) -> tuple[Tensor, Tensor] | None:
     """Return k_up `h dn r` and v_up `h dv r` of a layer, views of its weight; None where only the layer can expand."""
     projection = module.kv_b_proj
     plain = type(projection) is nn.Linear and projection.bias is None and type(projection.weight) is nn.Parameter
-    if not plain or projection._forward_hooks or projection._forward_pre_hooks:
+    hooked = projection._forward_hooks or projection._forward_pre_hooks or hasattr(projection, "_hf_hook")
+    if not plain or hooked:  # hooks may load the weight, those of accelerate too
         return None
     r, dn, _, dv = (getattr(module, name) for name in _SIZES)
     k_up, v_up = projection.weight.view(-1, dn + dv, r).split([dn, dv], 1)

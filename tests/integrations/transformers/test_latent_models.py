@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import cpu_offload
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -180,7 +181,8 @@ def test_without_shards_nothing_changes() -> None:
         assert torch.equal(ours(input_ids=ids).logits, expected)
 
 
-def test_layers_with_other_projections_expand_for_themselves() -> None:
+@pytest.mark.parametrize("kind", ["adapter", "offloaded"])
+def test_layers_with_other_projections_expand_for_themselves(kind: str) -> None:
     model = make("deepseek_v3", "ringattn").eval()
     assert latent_sizes(model) == (LATENT, ROTARY)
     ids = tokens(LENGTH).view(1, -1)
@@ -188,8 +190,10 @@ def test_layers_with_other_projections_expand_for_themselves() -> None:
         expected = model.generate(input_ids=ids, **OPTIONS, use_cache=False)
         layer = model.model.layers[0].self_attn
         assert hands_latents_on(layer)
-        # as an adapter does
-        layer.kv_b_proj = nn.Sequential(layer.kv_b_proj)
+        if kind == "adapter":
+            layer.kv_b_proj = nn.Sequential(layer.kv_b_proj)
+        else:  # the weight is there during the layer's own forward alone
+            cpu_offload(layer.kv_b_proj, execution_device=torch.device("cpu"))
         assert latent_sizes(model) is None
         with RingCache(model, Ring(), max_tokens=64) as cache:
             assert cache.kv is not None
