@@ -120,6 +120,10 @@ class StepWeights(Protocol):
         """Return whether a prefill of so many rows computes with gathered weights."""
         ...
 
+    def check_unchanged(self) -> None:
+        """Raise where layers or weights are no longer those that were sharded."""
+        ...
+
     def gather_ahead(self) -> AbstractContextManager[None]:
         """Gather the weights of layers ahead inside, which is one call of the model. Collective."""
         ...
@@ -246,6 +250,8 @@ def forward_step(
     weights = None if step.mode == "decode" else sharded_weights(forward)
     prefill = None
     if weights is not None:
+        with ring.propagate_errors():
+            weights.check_unchanged()
         prefill = PrefillRows(
             step, not weights.gathers(step.batch * new), wanted=len(wanted), whole_tokens=bool(images)
         )

@@ -35,6 +35,7 @@ from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, GraphCapturer, select_capturer
 from ringattn.integrations.transformers.model_forward import (
     CACHE_KEYWORDS,
+    SHARDED,
     BoundPatch,
     cache_keyword,
     forward_step,
@@ -118,6 +119,8 @@ class RingCache(Cache):
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}")
             model = inner_model(model)
+            if model in SHARDED:
+                SHARDED[model].check_unchanged()
             sizes = cache_sizes(model)
             positions = max_learned_positions(model)
             if positions is not None and max_tokens > positions:

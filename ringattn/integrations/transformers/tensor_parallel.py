@@ -259,14 +259,14 @@ def _all_gather(columns: Tensor, total: int, ring: Ring) -> Tensor:
 
 
 class WeightGuard:
-    """Check that linear layers, and optionally the children of their parent, are still those that shards were made of."""
+    """Check that weights of layers, and optionally the children of their parent, are still those that shards were made of."""
 
-    def __init__(self, linears: Iterable[nn.Linear], owner: nn.Module | None = None) -> None:
+    def __init__(self, layers: Iterable[nn.Module], owner: nn.Module | None = None) -> None:
         self._children = {} if owner is None else owner._modules
         self._were = tuple(self._children.values())
         self._weights = [
             (one._parameters, name, x, x.data_ptr())
-            for one in linears
+            for one in layers
             for name, x in one._parameters.items()
             if x is not None
         ]

@@ -453,24 +453,39 @@ def refusals() -> list[str]:
                 shard_weights(make("llama"), ring)
         found.append(str(refusal.value))
     shard_weights(llama, ring)
-    for call in (lambda: llama(input_ids=tokens(5)), lambda: copy.deepcopy(llama)):
-        try:
+
+    def answer_with_another_layer() -> None:
+        mlp = llama.model.layers[0].mlp
+        mlp.up_proj = torch.nn.Sequential(mlp.up_proj)  # as adapters do
+        with RingCache(llama, ring, max_tokens=8) as cache:
+            llama(input_ids=tokens(5), past_key_values=cache)
+
+    for call in (
+        lambda: llama(input_ids=tokens(5)),
+        lambda: copy.deepcopy(llama),
+        llama.state_dict,
+        lambda: shard_weights(llama, ring),
+        answer_with_another_layer,
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as refusal:
             call()
-        except RuntimeError as error:
-            found.append(str(error))
+        found.append(str(refusal.value))
     ring.close()
     return found
 
 
 def test_modules_that_cannot_be_sliced_and_calls_without_a_cache_are_refused_by_name(pool: Pools) -> None:
-    for linear, conv, engine, way, call, copied in pool(2).run(refusals):
+    for linear, conv, engine, way, call, copied, saved, again, changed in pool(2).run(refusals):
         assert "got model.layers.1.mlp.gate_proj" in linear or "got model.layers.1.mlp.down_proj.weight" in linear
         assert "of Quantised, which cannot be sliced; use whole weights" in linear
         assert "got transformer.h.0.mlp.c_fc.weight, (40, 160) torch.float32 of Conv1D, which cannot be sliced" in conv
         assert "RINGATTN_WEIGHT_GATHER=copy_engine must have GPUs of one host that reach each other" in engine
         assert "RINGATTN_WEIGHT_GATHER must be one of ('auto', 'all_gather', 'copy_engine'), got 'nccl'" in way
         assert "must be called with a step of a cache of its ring, by RingCache or run_step" in call
-        assert "must be copied or saved whole before its weights are sharded" in copied
+        assert copied.startswith("a model must be copied or saved whole before its weights are sharded")
+        assert saved == copied
+        assert "must have whole weights to be sharded, got a LlamaForCausalLM that is sharded already" in again
+        assert "must keep its layers and its weights, got others since; add adapters" in changed
 
 
 def test_gathering_begins_where_weights_arrive_before_slices_have_computed() -> None:

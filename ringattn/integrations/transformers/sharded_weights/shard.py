@@ -24,7 +24,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,9 +37,10 @@ from ringattn.integrations.transformers.model_forward import (
     failure_on_any_rank,
     replicated_rows,
 )
-from ringattn.integrations.transformers.sharded_weights.forwards import Forwards
+from ringattn.integrations.transformers.sharded_weights.forwards import REFUSAL, Forwards
 from ringattn.integrations.transformers.sharded_weights.layer_gather import LayerGather
 from ringattn.integrations.transformers.sharded_weights.plan import Part, WeightPlan, plan_weights
+from ringattn.integrations.transformers.tensor_parallel import WeightGuard
 from ringattn.ring import Ring
 from ringattn.sizing.memory import REPLICATED_ROWS
 from ringattn.transport.copy_engine.peer_reads import PeerReads
@@ -76,10 +77,22 @@ class ShardedWeights:
         for part in plan.parts:
             forwards.install(part)
         self._least_rows = rows_to_gather(plan)
+        self._guards = [
+            WeightGuard((slot.module for slot in part.slots), part.module if part.kind == "mlp" else None)
+            for part in plan.parts
+        ]
 
     def gathers(self, rows: int) -> bool:
         """See `StepWeights`."""
         return rows >= self._least_rows
+
+    def check_unchanged(self) -> None:
+        """See `StepWeights`."""
+        if not all(guard.is_valid() for guard in self._guards):
+            raise RuntimeError(
+                "a model with sharded weights must keep its layers and its weights, got others since; add adapters, and change "
+                "dtypes or sizes, before its weights are sharded"
+            )
 
     @contextmanager
     def gather_ahead(self) -> Iterator[None]:
@@ -130,8 +143,9 @@ def shard_weights(model: PreTrainedModel, ring: Ring) -> int:
     """Store the weights of a model once over the ranks of a ring; collective over the ring.
 
     Each rank keeps its slice, and the memory of the rest is free afterwards. The model then answers in a `RingCache` of this ring,
-    or in `run_step`, as with whole weights up to rounding; other calls raise. To load a checkpoint without ever having the whole,
-    use `load_sharded_model`. Call it before `compile_for_decode` and before a cache is made; `apply_tensor_parallel` is not needed.
+    or in `run_step`, as with whole weights up to rounding; other calls raise, and so does saving it. To load a checkpoint without
+    ever having the whole, use `load_sharded_model`. Add adapters before, call `compile_for_decode` and make a cache after;
+    `apply_tensor_parallel` is not needed.
 
     Args:
         model: Of transformers with `attn_implementation="ringattn"`, the same on every rank, in eval mode.
@@ -143,8 +157,13 @@ def shard_weights(model: PreTrainedModel, ring: Ring) -> int:
     Raises:
         NotImplementedError: A module with much of the weights cannot be sliced, or gives other numbers when it is; it is named.
             Raised on every rank.
+        ValueError: The weights are sharded already.
     """
     with ring.propagate_errors():
+        if model in SHARDED:
+            raise ValueError(
+                f"a model must have whole weights to be sharded, got a {type(model).__name__} that is sharded already"
+            )
         plan = plan_weights(model, ring.world_size)
     ring.assert_equal_across_ranks("a model to shard", describe_plan(plan))
     if ring.world_size > 1:
@@ -182,8 +201,14 @@ def use_slices(plan: WeightPlan, ring: Ring) -> int:
             f"the weights of {type(model).__name__} must give the same numbers when they are sliced, got: {failure}; use whole "
             "weights"
         )
+    model.register_state_dict_pre_hook(_refuse_to_save)
     SHARDED[model] = weights
     return weights.rank_bytes
+
+
+def _refuse_to_save(*_: Any) -> NoReturn:
+    """Hook of `state_dict`, by which models are saved: a checkpoint of a rank's slices has the names of a whole one."""
+    raise RuntimeError(REFUSAL)
 
 
 def choose_reads(ring: Ring, device: torch.device) -> PeerReads | None:
