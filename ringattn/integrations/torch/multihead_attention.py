@@ -280,7 +280,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             )
         name = "" if ring is None else ring.name
         # as text: torch.compile formats a length only when it is one number, not any
-        q_size, k_size = f"{rows}", f"{keys}"
+        q_size, k_size = f"{int(rows)}", f"{int(keys)}"
         _make_whole_shardings(name, q_size, k_size)
         return _whole_shardings[name, q_size], None if q_size == k_size else _whole_shardings[name, k_size]
 
@@ -350,7 +350,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                         f"Expected key_padded_mask.shape[{dim}] to be {size + more}, but got {key_bias.shape[dim] + more}"
                     )
         count = b * h * max(sharding.shard_lens) * (n + added)
-        if need_weights and count > self.max_weights:
+        # an exported program is of any batch
+        if need_weights and not torch.compiler.is_exporting() and count > self.max_weights:
             raise ValueError(
                 f"need_weights must be False for a rank with {count} attention weights, more than max_weights, "
                 f"{self.max_weights}; pass need_weights=False, or raise RingMultiheadAttention.max_weights"
@@ -453,6 +454,10 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
         elif ring is None:
             continue
         _set_ring(module, ring)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            # it would compare a whole padding mask with this rank's rows
+            module.use_nested_tensor = False
     return converted
 
 

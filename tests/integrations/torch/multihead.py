@@ -275,7 +275,7 @@ def models_on_ranks(layout: str) -> dict[str, Results]:
         local = rows.shard(source)
         with context():
             with use_sharding(rows):
-                memory = sides[0](local, src_key_padding_mask=rows.shard(padding))
+                memory = sides[0](local, src_key_padding_mask=padding)
             # torch's own layers do not know that causal needs no mask
             causal = {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(m, dtype=FP64)} if one else {}
             with use_sharding(targets, kv_sharding=rows):

@@ -18,6 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -562,6 +563,19 @@ def test_a_compiled_module_is_one_graph_for_each_sharding() -> None:
     # the whole sequence, of a length that no call has had before
     y = torch.randn(2, 23, 8)
     torch.testing.assert_close(compiled.eval()(y, y, y), module.eval()(y, y, y))
+
+
+def test_an_exported_module_takes_any_batch_and_one_length() -> None:
+    module, batch, rows = RingMultiheadAttention(16, 2, batch_first=True).eval(), Dim("batch"), Dim("rows")
+    x, several = torch.randn(2, 5, 16), torch.randn(3, 5, 16)
+
+    def export(dims: dict[int, Any]) -> Any:
+        return torch.export.export(module, (x, x, x), dynamic_shapes=dict.fromkeys(("query", "key", "value"), dims))
+
+    exported = export({0: batch}).module()
+    torch.testing.assert_close(exported(several, several, several), module(several, several, several))
+    with pytest.raises(Exception, match="You marked rows as dynamic but your code specialized it to be a constant"):
+        export({1: rows})
 
 
 @pytest.mark.slow
