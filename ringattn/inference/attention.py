@@ -6,11 +6,10 @@ first layer; later layers find it in `ForwardBatch.calls`. Resolved calls do not
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
@@ -309,14 +308,11 @@ def _resolve(
     return run(step, layer, given, options)
 
 
-_hidden: list[Callable[..., Tensor]] = []
-
-
+@functools.cache  # not at import: it imports the compiler
 def _beside_compilers() -> Callable[..., Tensor]:
-    """Return `_attend`, hidden from torch.compile; only called once the compiler was imported, because this imports it."""
-    if not _hidden:
-        _hidden.append(torch.compiler.disable(_attend))  # pyright: ignore[reportArgumentType]
-    return _hidden[0]
+    """Return `_attend`, hidden from torch.compile."""
+    hidden: Any = torch.compiler.disable(_attend)
+    return hidden
 
 
 def _attend(step: ForwardBatch, layer: int, given: _Given | _LatentGiven, options: _Options) -> Tensor:
@@ -374,11 +370,13 @@ def _run_ranks(calls: Sequence[prefill.Prefill], step: ForwardBatch, layer: int,
 def _plan_ranks(
     step: ForwardBatch, spec: AttentionSpec, options: _Options, q: Tensor, tensors: ScoreTensors, up: UpWeights | None
 ) -> prefill.Prefill:
-    calls = []
-    for one, part in zip(step.ranks, q.split([one.rows for one in step.ranks], 1), strict=True):
-        own = dataclasses.replace(spec, sharding=one.sharding, kv_sharding=one.kv_sharding)
-        calls.append(_plan_prefill(one, own, options, part, tensors, up))
-    return dataclasses.replace(calls[0], ranks=tuple(calls))
+    calls = tuple(
+        _plan_prefill(
+            one, replace(spec, sharding=one.sharding, kv_sharding=one.kv_sharding), options, part, tensors, up
+        )
+        for one, part in zip(step.ranks, q.split([one.rows for one in step.ranks], 1), strict=True)
+    )
+    return replace(calls[0], ranks=calls)
 
 
 def _plan_prefill(
