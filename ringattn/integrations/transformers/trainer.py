@@ -46,7 +46,7 @@ from ringattn.integrations.transformers.positions import max_learned_positions, 
 from ringattn.integrations.transformers.support import NAME, check_supported, inner_model, predicts_in_place
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
-from ringattn.training import Offload, Offloader, save_memory_
+from ringattn.training import Offload, Offloader, save_memory_, sum_over_ring
 
 _Base = Trainer if TYPE_CHECKING else object
 _NOT_CHUNKED = ("label_smoothing_factor", "pooling", "torch_compile", "use_liger_kernel")
@@ -213,9 +213,10 @@ class RingTrainerMixin(_Base):
         return super().floating_point_ops(inputs) // self.ring.world_size
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Trainer's on what each rank has of a short last batch."""
+        """Run Trainer's on what each rank has of a short last batch; the loss is that of whole sequences."""
         self._keep_all_ranks()
-        return super().training_step(*args, **kwargs)
+        # Trainer gathers it where it logs, but not what is left at the end, for train_loss
+        return self._whole_loss(super().training_step(*args, **kwargs))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -286,10 +287,15 @@ class RingTrainerMixin(_Base):
             return whole.view(*tokens.shape, *whole.shape[2:]) if one_row and tokens is not None else whole
 
         loss, logits, labels = super().prediction_step(model, part, prediction_loss_only, ignore_keys)
-        if loss is not None:
-            loss = torch.stack(self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)).mean()
+        loss = None if loss is None else self._whole_loss(loss)
         logits = None if logits is None else recursively_apply(unshard, logits)
         return loss, logits, None if labels is None else inputs["labels"]
+
+    def _whole_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss of whole sequences, the mean of those of ranks."""
+        if self._whole_outputs or self.ring.world_size == 1:
+            return loss
+        return sum_over_ring(loss, self.ring) / self.ring.world_size
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's, which gathers the predictions of one rank of each ring."""
