@@ -158,7 +158,7 @@ class RingTrainerMixin(_Base):
                     self.neftune_noise_alpha = None  # else Trainer scales noise by the rows of a rank
         self.ring.assert_equal_across_ranks("the model of a RingTrainer", type(self.model).__name__)
         self._max_positions = max_learned_positions(self.model)
-        if self.label_smoother is not None:
+        if self.label_smoother is not None and not self._options.get("pooling"):
             self.label_smoother = ShiftedLabelSmoother(self.args.label_smoothing_factor)
         self.add_callback(TokensSeen(self.ring.world_size))
         self._whole_outputs = [shard_calls(module, self.shard) for module in self.modules_with_whole_outputs()]
@@ -238,8 +238,11 @@ class RingTrainerMixin(_Base):
                 # an evaluation, whose batches are averaged one by one: some releases count none, others those of all rings;
                 # losses are multiplied by the number of processes
                 count = inputs["num_items_in_batch"] * self.args.world_size
-            # a head that chooses rows has the whole loss on every rank
-            num_items_in_batch = None if self._options.get("pooling") else count
+            if not self._options.get("pooling"):
+                num_items_in_batch = count
+            elif self.label_smoother is None:
+                # a head that chooses rows has the whole loss on every rank, a mean over sequences
+                num_items_in_batch = None
             if isinstance(self.label_smoother, ShiftedLabelSmoother):
                 scaled = self.model_accepts_loss_kwargs or not self.loss_by_model
                 self.label_smoother.num_items = count if scaled else inputs["num_items_in_batch"]

@@ -236,7 +236,7 @@ def right(found: EvalPrediction) -> dict[str, float]:
     return {"right": (scores.argmax(-1) == found.label_ids).mean(), "classes": scores.sum()}
 
 
-def classify(folder: str, cp: int) -> Any:
+def classify(folder: str, cp: int, **options: Any) -> Any:
     """The outcome of the steps of a head that chooses the last token of each row."""
     with processes():
         register()
@@ -248,7 +248,7 @@ def classify(folder: str, cp: int) -> Any:
         more: dict[str, Any] = {"context_parallel_size": cp, "pooling": True} if cp else {}
         trainer = (RingTrainer if cp else Trainer)(
             model=model,
-            args=TrainingArguments(**settings(folder, eval_strategy="steps", eval_steps=3)),
+            args=TrainingArguments(**settings(folder, eval_strategy="steps", eval_steps=3, **options)),
             data_collator=label_texts,
             train_dataset=samples(),
             eval_dataset=samples()[:5],  # pyright: ignore[reportArgumentType]
@@ -259,7 +259,9 @@ def classify(folder: str, cp: int) -> Any:
         return outcome(trainer, start)
 
 
-def test_heads_that_choose_rows_make_the_steps_of_one_process(pool: Pools, tmp_path: Path) -> None:
-    alone = classify(str(tmp_path), 0)
-    for found in pool(2).run(classify, str(tmp_path), 2):
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_heads_that_choose_rows_make_the_steps_of_one_process(pool: Pools, tmp_path: Path, smoothing: float) -> None:
+    options = {"label_smoothing_factor": smoothing}
+    alone = classify(str(tmp_path), 0, **options)
+    for found in pool(2).run(classify, str(tmp_path), 2, **options):
         assert_same(found, alone)
