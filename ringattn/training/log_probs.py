@@ -59,6 +59,7 @@ def token_log_probs(
 
     Raises:
         ValueError: A shape or dtype does not fit, the temperature is not positive, or the weight is sharded.
+        RuntimeError: A target is no token; on GPUs that of torch's own indexing.
 
     Example:
         >>> token_log_probs(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([1, IGNORED])).tolist()
@@ -179,7 +180,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 logits, counts = _logits(rows, weight, bias, options), wanted != IGNORED
                 logits = logits if options.temperature == 1.0 else logits.div_(options.temperature)
                 row_lse.copy_(online_logsumexp(logits))
-                to += counts * (logits.gather(-1, wanted.clamp(min=0)[:, None])[:, 0] - row_lse)
+                to += counts * (logits.gather(-1, wanted.where(counts, 0)[:, None])[:, 0] - row_lse)
                 if options.entropy:
                     # not lse - sum p z, which multiplies the rounding of lse by z
                     logs = logits.to(dtype).sub_(row_lse[:, None])

@@ -169,6 +169,13 @@ def test_arguments_that_do_not_fit_are_refused_by_name(named, changes):
         token_log_probs(**{"hidden": hidden, "weight": weight, "targets": targets, **changes})
 
 
+@pytest.mark.parametrize("target", [-1, VOCAB])
+def test_a_target_that_is_no_token_is_an_error_and_not_another_token(target):
+    hidden, weight, _, targets = inputs()
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        token_log_probs(hidden, weight, torch.full_like(targets, target))
+
+
 def test_a_sharded_weight_is_refused(pool):
     assert pool(1).run(sharded_weight) == [True]
 
