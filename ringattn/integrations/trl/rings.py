@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import gather_object, recursively_apply
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -94,13 +95,18 @@ class RingReferenceMixin(RingTrainerMixin):
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
         return [model for model in (self.model, reference) if isinstance(model, nn.Module)]
 
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+    def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.ring.world_size > 1 and isinstance(dataset, Dataset) and not dataset.cache_files:
+            raise ValueError(
+                "a dataset must be on disk where precompute_ref_log_probs is set and ranks share a sequence, got one in memory, "
+                "whose numbers TRL would not find on other ranks; save_to_disk where all ranks see it, then load_from_disk"
+            )
         # while the trainer is made, no call is sharded yet
         modules = [] if hasattr(self, "_whole_outputs") else self.modules_with_whole_outputs()
         handles = [handle for module in modules for handle in shard_calls(module, self.shard)]
         try:
             with rings_as_processes(self):
-                return super()._precompute_ref_logps(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+                return super()._precompute_ref_logps(dataset, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         finally:
             for handle in handles:
                 handle.remove()

@@ -54,9 +54,9 @@ def train(
     with processes():
         implementation = "ringattn" if cp else "sdpa"
         data: Any = judged() if stack == "RingKTOTrainer" else preferences()
-        if options.get("precompute_ref_log_probs"):
-            # TRL hands the numbers from rank to rank in a file beside the data
-            data = load_from_disk(f"{folder}/data{cp}")
+        if (stored := Path(folder) / f"data{cp}").exists():
+            # TRL hands the numbers of references from rank to rank in a file beside the data
+            data = load_from_disk(stored)
         model = make("llama", implementation, torch.float32)
         start: dict[str, Any] = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None}
         if stack != "RingORPOTrainer" and not lora:
@@ -120,3 +120,13 @@ def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(
     wanted = train(str(tmp_path), stack, 0, **options)
     for found in pool(4).run(train, str(tmp_path), stack, 2, **options):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def refusal(folder: str) -> str:
+    with pytest.raises(ValueError, match="save_to_disk") as raised:
+        train(folder, "RingDPOTrainer", 2, precompute_ref_log_probs=True)
+    return str(raised.value)
+
+
+def test_references_of_a_dataset_in_memory_are_refused_on_every_rank(pool: Pools, tmp_path: Path) -> None:
+    assert all("a dataset must be on disk" in told for told in pool(2).run(refusal, str(tmp_path)))
