@@ -87,6 +87,7 @@ ROWS = [
         for what, kind, advice in (
             ("vLLM beside or inside of the processes", "use_vllm", "leave it out, or ask a server in a `rollout_func`"),
             ("continuous batching", "use_transformers_continuous_batching", "leave it out"),
+            ("a cache of transformers", "cache_implementation", "leave it out"),
             ("tools", "tools", "call them in a `rollout_func`"),
         )
     ),

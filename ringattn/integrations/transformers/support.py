@@ -552,6 +552,8 @@ TABLE = (
         "leave it out to generate on the ring, or pass a rollout_func that asks a server",
         use_transformers_continuous_batching="use_transformers_continuous_batching must be False where ranks share a sequence, "
         "got {got}: its cache is that of one process; leave it out to generate on the ring",
+        cache_implementation="cache_implementation must be None where ranks share a sequence, got {got!r}: they generate over a "
+        "RingCache; leave it out",
         predict_with_generate="predict_with_generate must be False where ranks share a sequence, got {got}: each rank would "
         "generate alone; leave it out, and call model.generate with a RingCache after training",
         generate_during_eval="generate_during_eval must be False where ranks share a sequence, got {got}: each rank would "
