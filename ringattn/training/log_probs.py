@@ -65,7 +65,7 @@ def token_log_probs(
         >>> token_log_probs(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([1, IGNORED])).tolist()
         [-1.3862943649291992, 0.0]
     """
-    return _apply(hidden, weight, targets, bias, scale, softcap, temperature, chunk_elements, False)[0]
+    return _apply(hidden, weight, targets, bias, _Options(scale, softcap, temperature, chunk_elements, False))[0]
 
 
 def token_log_probs_and_entropy(
@@ -83,7 +83,7 @@ def token_log_probs_and_entropy(
 
     Arguments and errors are those of `token_log_probs`. The entropy is 0 where the target is IGNORED.
     """
-    return _apply(hidden, weight, targets, bias, scale, softcap, temperature, chunk_elements, True)
+    return _apply(hidden, weight, targets, bias, _Options(scale, softcap, temperature, chunk_elements, True))
 
 
 def cross_entropy_sum(
@@ -115,15 +115,7 @@ class _Options(NamedTuple):
 
 
 def _apply(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float,
-    temperature: float,
-    chunk_elements: int,
-    entropy: bool,
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor]:
     if hasattr(type(weight), "to_local"):  # a DTensor, whose module takes long to import
         raise ValueError(
@@ -142,17 +134,18 @@ def _apply(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must have {weight.shape[0]} numbers, one per token, got shape {tuple(bias.shape)}")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}; leave it out for the logits as they are")
+    if not options.temperature > 0:
+        raise ValueError(
+            f"temperature must be positive, got {options.temperature}; leave it out for the logits as they are"
+        )
     kind = hidden.device.type
     # the products of a model under autocast are in its dtype, and the backward runs outside of it
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     rows, head, shift = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
     assert rows is not None
-    options = _Options(scale, softcap, temperature, chunk_elements, entropy)
     found: Any = _TokenLogProbs.apply(rows.flatten(0, -2), head, shift, targets.flatten(), options)
     log_probs, entropies = found
-    return log_probs.view(targets.shape), entropies.view(targets.shape) if entropy else log_probs
+    return log_probs.view(targets.shape), entropies.view(targets.shape) if options.entropy else log_probs
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> Tensor:

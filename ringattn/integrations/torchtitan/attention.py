@@ -158,34 +158,17 @@ class _RingParallelize:
         self._parallelize_fn = parallelize_fn
         self._ring: Ring | None = None
 
-    def __call__(
-        self,
-        model: nn.Module,
-        *,
-        parallel_dims: Any,
-        training: Any,
-        parallelism: Any,
-        compile_config: Any,
-        ac_config: Any,
-        dump_folder: str,
-    ) -> nn.Module:
-        """Return the parallelized model, which finds the documents of each batch."""
-        _check_options(training, parallelism, compile_config)
+    def __call__(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Return the parallelized model, which finds the documents of each batch; arguments are those of torchtitan's function."""
+        parallelism, ac_config = options["parallelism"], options["ac_config"]
+        _check_options(options["training"], parallelism, options["compile_config"])
         if type(ac_config) is SelectiveAC.Config:
-            ac_config = derive(ac_config, RingSelectiveAC.Config)
+            options["ac_config"] = derive(ac_config, RingSelectiveAC.Config)
         if self._ring is None:
-            self._ring = Ring(parallel_dims.get_optional_mesh("cp", include_singleton_axes=True))
+            self._ring = Ring(options["parallel_dims"].get_optional_mesh("cp", include_singleton_axes=True))
         shard = _BatchSharding(self._ring, _LAYOUTS[parallelism.context_parallel_load_balancer])
         model.register_forward_pre_hook(shard, with_kwargs=True)
-        return self._parallelize_fn(
-            model,
-            parallel_dims=parallel_dims,
-            training=training,
-            parallelism=parallelism,
-            compile_config=compile_config,
-            ac_config=ac_config,
-            dump_folder=dump_folder,
-        )
+        return self._parallelize_fn(model, **options)
 
 
 def _check_options(training: Any, parallelism: Any, compile_config: Any) -> None:
