@@ -13,11 +13,15 @@ import triton
 import triton.language as tl
 
 from ringattn.kernels.attention.arguments import RAISED_BITS
-from ringattn.kernels.attention.portable.scores import LOG2E, Score, dropout_key, kept
+from ringattn.kernels.attention.portable.scores import LOG2E, Score, dropout_key, kept, score_of_keys
 from ringattn.kernels.attention.portable.scores import score as score_of
 from ringattn.kernels.attention.portable.tiles import (
+    RUNTIME,
+    Cuts,
     Rows,
+    bias_rows,
     cut_pairs,
+    head_of,
     load_bounds,
     load_rows,
     masked_row,
@@ -26,6 +30,7 @@ from ringattn.kernels.attention.portable.tiles import (
     shows,
     store_rows,
     swizzle,
+    visible_pairs,
 )
 
 RAISED = tl.constexpr(RAISED_BITS)
@@ -100,8 +105,7 @@ def _keys_step(dk, dv, dkey_bias, k_tile, v_tile, row, run, own, src, score, cut
         if c.TMA:
             # a bulk load brings rows outside the run, which belong to other positions; a guarded one brings zeros
             visible &= (inside & (x >= run.begin))[None, :]
-        visible = cut_pairs(visible, own.positions[:, None], q_pos[None, :], run.table, cuts)
-        p = tl.where(visible, p, 0.0)
+        p = tl.where(cut_pairs(visible, run, own, q_pos, cuts), p, 0.0)
     dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=c.PRECISION)
     # not before dp: that costs registers; not after dv: waiting for it would serialize the products in flight
     delta_i = _load_stat(src.delta, src.stat_at, row, x, inside, MASKED, c.TMA)
@@ -137,12 +141,7 @@ def _keys_of_head(dk, dv, dkey_bias, k_tile, v_tile, run, own, src, score, cuts,
     return dk, dv, dkey_bias
 
 
-@triton.jit(
-    do_not_specialize=[
-        "queries", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs", "tiles", "sweep", "heads", "seed_low", "seed_high",
-        "drop_threshold", "term_count", "lo_st", "hi_st", "table_size", "table_width", "block_size",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=list(RUNTIME))
 def keys_kernel(
     do, q, k, v, lse2, delta, dk_out, dv_out, dkey_bias_out, positions, lo_ptr, hi_ptr, runs, alibi_slopes, key_bias, bias,
     do_sb, do_ss, do_sh, q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
@@ -173,7 +172,7 @@ def keys_kernel(
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
     seen = reduce_bounds(lo, hi, key_exists)
-    cuts = (term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
+    cuts = Cuts(term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
     if term_count is None and ADD:
         if seen[0] >= seen[1]:
             return
@@ -196,16 +195,11 @@ def keys_kernel(
                 h = h_kv * group + g
                 h64 = h.to(tl.int64)
                 stat_at = (b * num_heads * group + h) * queries
-                if TMA:
-                    q_base = q
-                    do_base = do
-                    lse2_base = lse2
-                    delta_base = delta
-                else:
-                    lse2_base = lse2 + (b64 * num_heads * group + h) * queries
-                    delta_base = delta + (b64 * num_heads * group + h) * queries
-                    q_base = q + b64 * q_sb + h64 * q_sh
-                    do_base = do + b64 * do_sb + h64 * do_sh
+                # statistics are contiguous: heads of all batch elements follow one another
+                lse2_base = head_of(lse2, b64 * num_heads * group + h, 0, queries, 0, TMA)
+                delta_base = head_of(delta, b64 * num_heads * group + h, 0, queries, 0, TMA)
+                q_base = head_of(q, b64, h64, q_sb, q_sh, TMA)
+                do_base = head_of(do, b64, h64, do_sb, do_sh, TMA)
                 bias_base = None
                 if bias is not None:
                     bias_base = bias + b64 * bias_sb + h64 * bias_sh + (k_pos.to(tl.int64) * bias_sn)[:, None]
@@ -239,23 +233,11 @@ def _rows_step(dq, dalibi, q_tile, do_tile, lse2, delta_i, row, run, own, keys, 
     k_pos = run.origin + run.stride * y
     k_tile = load_rows(keys.k, keys.b, keys.h, row, run.end, keys.k_ss, c.BLOCK_N, c.D, c.D_WIDTH, MASKED, c.TMA)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=c.PRECISION)
-    key_bias_tile = None
-    bias_tile = None
-    if score.key_bias is not None:
-        key_bias_tile = tl.load(score.key_bias + y, mask=inside, other=0.0)[None, :]
-    if score.bias is not None:
-        columns = (k_pos.to(tl.int64) * score.bias_stride)[None, :]
-        bias_tile = tl.load(score.bias + columns, mask=own.exists[:, None] & inside[None, :], other=0.0)
-    PRECISE: tl.constexpr = q_tile.dtype == tl.float32
-    s, t = score_of(
-        qk, own.positions[:, None], k_pos[None, :], score.slope, key_bias_tile, bias_tile, score.scale, score.cap, c.SOFTCAP, PRECISE,
-    )  # fmt: skip
+    s, t = score_of_keys(qk, k_pos, y, inside, own, score, c.SOFTCAP, q_tile.dtype == tl.float32)
     p = tl.exp2(s - lse2[:, None])
     visible = own.exists[:, None]
     if MASKED:
-        lo, hi = load_bounds(run.lo, run.hi, own.row0, own.rows, c.BLOCK_M)
-        visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
-        visible = cut_pairs(visible, own.positions[:, None], k_pos[None, :], run.table, cuts)
+        visible = visible_pairs(run, own, k_pos, inside, cuts, c.BLOCK_M)
         p = tl.where(visible, p, 0.0)
     v_tile = load_rows(keys.v, keys.b, keys.h, row, run.end, keys.v_ss, c.BLOCK_N, c.DV, c.DV_WIDTH, MASKED, c.TMA)
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=c.PRECISION)
@@ -291,13 +273,7 @@ def _rows_of_run(
     return dq, dalibi
 
 
-@triton.jit(
-    do_not_specialize=[
-        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs",
-        "tiles", "sweep", "heads", "seed_low", "seed_high", "drop_threshold", "term_count", "lo_st", "hi_st", "table_size", "table_width",
-        "block_size",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=list(RUNTIME))
 def rows_kernel(
     do, q, k, v, lse, delta, dq_out, dalibi_out, dbias, positions, lo_ptr, hi_ptr, runs, alibi_slopes, key_bias, bias,
     do_sb, do_ss, do_sh, q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, dq_sb, dq_ss, dq_sh,
@@ -324,7 +300,7 @@ def rows_kernel(
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
     seen = reduce_bounds(lo, hi, row_exists)
-    cuts = (term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
+    cuts = Cuts(term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
     if term_count is None and ADD:
         if seen[0] >= seen[1]:
             return
@@ -335,23 +311,11 @@ def rows_kernel(
     lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # rows that saw nothing: all their weights are 0
     delta_i = tl.load(delta + b64 * delta_sb + h64 * delta_sh + x, mask=row_exists, other=0.0)
     q_pos = tl.load(positions + x, mask=row_exists, other=0)
-    if TMA:
-        k_base = k
-        v_base = v
-    else:
-        k_base = k + b64 * k_sb + h_kv64 * k_sh
-        v_base = v + b64 * v_sb + h_kv64 * v_sh
+    k_base = head_of(k, b64, h_kv64, k_sb, k_sh, TMA)
+    v_base = head_of(v, b64, h_kv64, v_sb, v_sh, TMA)
     key_bias_base = key_bias + b64 * key_bias_sb if key_bias is not None else None
-    bias_base = None
-    if bias is not None:
-        bias_base = (bias + b64 * bias_sb + h64 * bias_sh + row0.to(tl.int64) * bias_ss) + (
-            tl.arange(0, BLOCK_M).to(tl.int64) * bias_ss
-        )[:, None]
-    dbias_base = None
-    if dbias is not None:
-        dbias_base = (dbias + b64 * dbias_sb + h64 * dbias_sh + row0.to(tl.int64) * dbias_ss) + (
-            tl.arange(0, BLOCK_M).to(tl.int64) * dbias_ss
-        )[:, None]
+    bias_base = bias_rows(bias, b64, h64, row0, bias_sb, bias_sh, bias_ss, BLOCK_M)
+    dbias_base = bias_rows(dbias, b64, h64, row0, dbias_sb, dbias_sh, dbias_ss, BLOCK_M)
     slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
     key = dropout_key(head, seed_low, seed_high) if DROPOUT else None
     dq = tl.zeros([BLOCK_M, D], tl.float32)

@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 
 from ringattn.kernels.attention.arguments import RAISED_BITS as _RAISED_BITS
-from ringattn.kernels.attention.portable.scores import LN2, LOG2E, Score, dropout_key, kept
-from ringattn.kernels.attention.portable.scores import score as score_of
+from ringattn.kernels.attention.portable.scores import LN2, LOG2E, Score, dropout_key, kept, score_of_keys
 from ringattn.kernels.attention.portable.tiles import (
+    RUNTIME,
+    Cuts,
     Rows,
-    cut_pairs,
+    bias_rows,
+    head_of,
     load_bounds,
     load_rows,
     masked_row,
@@ -24,6 +26,7 @@ from ringattn.kernels.attention.portable.tiles import (
     shows,
     store_rows,
     swizzle,
+    visible_pairs,
 )
 
 RAISED_BITS = tl.constexpr(_RAISED_BITS)
@@ -39,25 +42,11 @@ def _absorb(q_tile, m_i, l_i, acc, row, run, own, keys, score, cuts, c, MASKED: 
     y = row + tl.arange(0, c.BLOCK_N)
     inside = y < run.end
     k_pos = run.origin + run.stride * y
-    if c.DOT_ONLY:
-        s = qk
-    else:
-        key_bias_tile = None
-        bias_tile = None
-        if score.key_bias is not None:
-            key_bias_tile = tl.load(score.key_bias + y, mask=inside, other=0.0)[None, :]
-        if score.bias is not None:
-            columns = (k_pos.to(tl.int64) * score.bias_stride)[None, :]
-            bias_tile = tl.load(score.bias + columns, mask=own.exists[:, None] & inside[None, :], other=0.0)
-        PRECISE: tl.constexpr = q_tile.dtype == tl.float32
-        s, _ = score_of(
-            qk, own.positions[:, None], k_pos[None, :], score.slope, key_bias_tile, bias_tile, score.scale, score.cap, c.SOFTCAP, PRECISE,
-        )  # fmt: skip
+    s = qk
+    if not c.DOT_ONLY:
+        s, _ = score_of_keys(qk, k_pos, y, inside, own, score, c.SOFTCAP, q_tile.dtype == tl.float32)
     if MASKED:
-        lo, hi = load_bounds(run.lo, run.hi, own.row0, own.rows, c.BLOCK_M)
-        visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
-        visible = cut_pairs(visible, own.positions[:, None], k_pos[None, :], run.table, cuts)
-        s = tl.where(visible, s, float("-inf"))
+        s = tl.where(visible_pairs(run, own, k_pos, inside, cuts, c.BLOCK_M), s, float("-inf"))
     # Note [Raised weights] of arguments.py; the factor of dropout would exceed float16
     RAISED: tl.constexpr = RAISED_BITS if q_tile.dtype == tl.float16 and not c.DROPOUT else 0
     if c.DOT_ONLY:
@@ -96,12 +85,7 @@ def _attend(part, q_tile, m_i, l_i, acc, runs, lo_ptr, hi_ptr, seen, own, keys, 
     return m_i, l_i, acc
 
 
-@triton.jit(
-    do_not_specialize=[
-        "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs", "tiles", "sweep",
-        "heads", "seed_low", "seed_high", "drop_threshold", "term_count", "lo_st", "hi_st", "table_size", "table_width", "block_size",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=list(RUNTIME))
 def forward_kernel(
     q, k, v, o, lse, carry_m, carry_l, carry_acc, positions, lo_ptr, hi_ptr, runs, sinks, alibi_slopes, key_bias, bias,
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh,
@@ -133,7 +117,7 @@ def forward_kernel(
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
     seen = reduce_bounds(lo, hi, row_exists)
-    cuts = (term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
+    cuts = Cuts(term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
     if term_count is None and not (FIRST or LAST):
         if seen[0] >= seen[1]:
             return
@@ -156,18 +140,10 @@ def forward_kernel(
 
     q_tile = load_rows(q + b64 * q_sb + h64 * q_sh, b, h, row0, rows, q_ss, BLOCK_M, D, D_WIDTH, True, False)
     q_pos = tl.load(positions + x, mask=row_exists, other=0)
-    if TMA:
-        k_base = k
-        v_base = v
-    else:
-        k_base = k + b64 * k_sb + h_kv64 * k_sh
-        v_base = v + b64 * v_sb + h_kv64 * v_sh
+    k_base = head_of(k, b64, h_kv64, k_sb, k_sh, TMA)
+    v_base = head_of(v, b64, h_kv64, v_sb, v_sh, TMA)
     key_bias_base = key_bias + b64 * key_bias_sb if key_bias is not None else None
-    bias_base = None
-    if bias is not None:
-        bias_base = (bias + b64 * bias_sb + h64 * bias_sh + row0.to(tl.int64) * bias_ss) + (
-            tl.arange(0, BLOCK_M).to(tl.int64) * bias_ss
-        )[:, None]
+    bias_base = bias_rows(bias, b64, h64, row0, bias_sb, bias_sh, bias_ss, BLOCK_M)
     slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
     key = dropout_key(head, seed_low, seed_high) if DROPOUT else None
 

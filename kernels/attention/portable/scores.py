@@ -49,6 +49,21 @@ def score(qk, q_pos, k_pos, slope, key_bias, bias, scale, cap, SOFTCAP: tl.const
 
 
 @triton.jit
+def score_of_keys(qk, k_pos, y, inside, own, score_, SOFTCAP: tl.constexpr, PRECISE: tl.constexpr):
+    """`score` of a tile of queries x keys; y: rows of the keys, `inside`: which of them exist."""
+    key_bias = None
+    bias = None
+    if score_.key_bias is not None:
+        key_bias = tl.load(score_.key_bias + y, mask=inside, other=0.0)[None, :]
+    if score_.bias is not None:
+        columns = (k_pos.to(tl.int64) * score_.bias_stride)[None, :]
+        bias = tl.load(score_.bias + columns, mask=own.exists[:, None] & inside[None, :], other=0.0)
+    return score(
+        qk, own.positions[:, None], k_pos[None, :], score_.slope, key_bias, bias, score_.scale, score_.cap, SOFTCAP, PRECISE
+    )  # fmt: skip
+
+
+@triton.jit
 def philox(c0, c1, key):
     """First word of Philox-2x32-10 on 32-bit unsigned counters (c0, c1)."""
     multiplier = tl.full([], 0xD256D193, tl.uint32)

@@ -27,6 +27,14 @@ Rows = namedtuple("Rows", "row0 rows exists positions")
 """The stationary rows of a program, of `rows` in all."""
 Run = namedtuple("Run", "begin first end tiles full_first full_end origin stride lo hi table")
 """What they see of a run: its first row, the range of rows, tiles, those in full, the law of positions, bounds, and table or -1."""
+Cuts = namedtuple("Cuts", "terms lo_st hi_st tables of_term table_size table_width block_size")
+"""Arguments of kernels about several terms; None where absent."""
+RUNTIME = (
+    "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "delta_sb", "delta_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb",
+    "key_bias_sb", "queries", "heads", "rows", "num_runs", "tiles", "sweep", "seed_low", "seed_high", "drop_threshold", "term_count",
+    "lo_st", "hi_st", "table_size", "table_width", "block_size",
+)  # fmt: skip
+"""Integers that no kernel is specialised on."""
 
 FAR = tl.constexpr(2**31 - 1)  # beyond every position
 
@@ -70,24 +78,29 @@ def reduce_bounds(lo, hi, exists):
 
 
 @triton.jit
-def cut_pairs(visible, own, other, table, cuts):
-    """The visible pairs that the table of a term shows; own, other: positions on both sides, which broadcast to the tile."""
-    _count, _lo_st, _hi_st, tables, _of_term, size, width, block_size = cuts
-    if tables is not None:
-        at = tables + (table * size + (own // block_size) * width + other // block_size)
-        visible &= tl.load(at, mask=visible & (table >= 0), other=1) != 0
+def visible_pairs(run, own, other, inside, cuts, ROWS: tl.constexpr):
+    """Mask of a tile; `other`: positions of what streams past, `inside`: which of it exists."""
+    lo, hi = load_bounds(run.lo, run.hi, own.row0, own.rows, ROWS)
+    visible = (other[None, :] >= lo[:, None]) & (other[None, :] < hi[:, None]) & inside[None, :]
+    return cut_pairs(visible, run, own, other, cuts)
+
+
+@triton.jit
+def cut_pairs(visible, run, own, other, cuts):
+    """The visible pairs that the table of a term shows."""
+    if cuts.tables is not None:
+        line = run.table * cuts.table_size + (own.positions[:, None] // cuts.block_size) * cuts.table_width
+        at = cuts.tables + (line + other[None, :] // cuts.block_size)
+        visible &= tl.load(at, mask=visible & (run.table >= 0), other=1) != 0
     return visible
 
 
 @triton.jit
 def shows(run, own, other, inside, cuts, ROWS: tl.constexpr):
-    """Return whether a tile has a visible pair; `other`: positions of what streams past, `inside`: which of it exists."""
-    _count, _lo_st, _hi_st, tables, _of_term, _size, _width, _block = cuts
+    """Return whether a tile has a visible pair."""
     found = True
-    if tables is not None:
-        lo, hi = load_bounds(run.lo, run.hi, own.row0, own.rows, ROWS)
-        visible = (other[None, :] >= lo[:, None]) & (other[None, :] < hi[:, None]) & inside[None, :]
-        visible = cut_pairs(visible, own.positions[:, None], other[None, :], run.table, cuts)
+    if cuts.tables is not None:
+        visible = visible_pairs(run, own, other, inside, cuts, ROWS)
         found = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
     return found
 
@@ -107,18 +120,17 @@ def run_of(i, runs, lo_ptr, hi_ptr, own, seen, cuts, ROWS: tl.constexpr, BLOCK: 
     first tile may begin with rows that are hidden, or even before the run.
     """
     any_lo, any_hi, full_lo, full_hi = seen
-    term_count, lo_st, hi_st, tables, of_term, _size, _width, _block = cuts
     r = i
     table = -1
-    if term_count is not None:
-        r = i // term_count
-        term = i % term_count
-        lo_ptr += term.to(tl.int64) * lo_st
-        hi_ptr += term.to(tl.int64) * hi_st
+    if cuts.terms is not None:
+        r = i // cuts.terms
+        term = i % cuts.terms
+        lo_ptr += term.to(tl.int64) * cuts.lo_st
+        hi_ptr += term.to(tl.int64) * cuts.hi_st
         lo, hi = load_bounds(lo_ptr, hi_ptr, own.row0, own.rows, ROWS)
         any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, own.exists)
-        if tables is not None:
-            table = tl.load(of_term + term)
+        if cuts.tables is not None:
+            table = tl.load(cuts.of_term + term)
             full_lo = tl.where(table < 0, full_lo, FAR)
             full_hi = tl.where(table < 0, full_hi, 0)
     offset = tl.load(runs + 4 * r)
@@ -142,6 +154,24 @@ def run_of(i, runs, lo_ptr, hi_ptr, own, seen, cuts, ROWS: tl.constexpr, BLOCK: 
 def masked_row(run, j, BLOCK: tl.constexpr):
     """First row of the masked tile number j, of which there are run.full_first + run.tiles - run.full_end."""
     return run.first + tl.where(j < run.full_first, j, j - run.full_first + run.full_end) * BLOCK
+
+
+@triton.jit
+def head_of(x, b, h, sb, sh, TMA: tl.constexpr):
+    """Where a head begins; under TMA the descriptor, which serves all heads."""
+    base = x
+    if not TMA:
+        base = x + b * sb + h * sh
+    return base
+
+
+@triton.jit
+def bias_rows(bias, b, h, row, sb, sh, ss, ROWS: tl.constexpr):
+    """Where rows row .. row + ROWS - 1 of a head begin in a bias or its gradient, `ROWS 1`; None where it is absent."""
+    base = None
+    if bias is not None:
+        base = (bias + b * sb + h * sh + row.to(tl.int64) * ss) + (tl.arange(0, ROWS).to(tl.int64) * ss)[:, None]
+    return base
 
 
 @triton.jit
