@@ -57,6 +57,9 @@ Config = namedtuple(
     "Config", "CONSUMERS BLOCK_N STAGES D DV PANELS V_PANELS DV_WIDTH PACK O_UNIT ACC_UNIT FIRST LAST DOT_ONLY SOFTCAP Q_STAGES "
     "EARLY STORE AHEAD LAZY",
 )  # fmt: skip
+Place = namedtuple("Place", "distance slopes bias ahead")
+"""Of rows: their distance from the position of key row 0 of a run's buffer, slopes in log2 units, the bias of keys of the batch
+element, and how many of its numbers stand before those of the buffer; None where absent."""
 
 
 @gluon.jit
@@ -204,50 +207,47 @@ def _first_limits(INDEX: gl.constexpr, at, plan, score, PACK: gl.constexpr, LAYO
 
 
 @gluon.jit
-def _score(s, distance, key, stride, slope, key_bias, ahead, score, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr):
-    """Scores in log2 units from q . k; `distance`: of each row's position from that of key row 0 of the run's buffer.
-
-    `ahead`: how many numbers of the bias stand before those of the buffer; None: none.
-    """
+def _score(s, key, stride, place, score, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr):
+    """Scores in log2 units from q . k."""
     if SOFTCAP:
         s = score.cap - (2.0 * score.cap) / (1.0 + gl.exp2(s * (2.0 * hp.LOG2E * score.scale)))
     else:
         s = s * score.scale
-    if slope is not None:
+    if place.slopes is not None:
         # exact: what is subtracted stays below 2^24, and beyond that distance one position is less than a rounding
         y = (gl.arange(0, s.shape[1], COLUMNS) * stride).to(gl.float32)
-        shift = (distance - stride * key).to(gl.float32)
-        s -= gl.expand_dims(slope, 1) * gl.abs(gl.expand_dims(shift, 1) - gl.expand_dims(y, 0))
-    if key_bias is not None:
-        if ahead is not None:
-            key += ahead
+        shift = (place.distance - stride * key).to(gl.float32)
+        s -= gl.expand_dims(place.slopes, 1) * gl.abs(gl.expand_dims(shift, 1) - gl.expand_dims(y, 0))
+    if place.bias is not None:
+        if place.ahead is not None:
+            key += place.ahead
         y = key + gl.arange(0, s.shape[1], COLUMNS)
-        bias = gl.load(key_bias + y, mask=(y >= 0) & (y < score.keys), other=0.0)
+        bias = gl.load(place.bias + y, mask=(y >= 0) & (y < score.keys), other=0.0)
         s += gl.expand_dims(bias * hp.LOG2E, 0)
     return s
 
 
 @gluon.jit
-def _softmax(s, m_i, l_i, scale, TREE: gl.constexpr, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
+def _softmax(s, m_i, l_i, scale, c, GUARD: gl.constexpr):
     """(p, m, l, alpha): weights of a block and what they make of the state; GUARD: a row may have seen nothing so far.
 
-    l is that of `_thread_sums`. TREE: the layout of m where maxima are made by `_row_max`, or None. LAZY: m follows the maximum
-    only once that has grown by GROWTH, so that alpha is 1 in most blocks.
+    l is that of `_thread_sums`. LAZY: m follows the maximum only once that has grown by GROWTH, so that alpha is 1 in most blocks.
     """
-    if TREE is None:
-        top = gl.max(s, 1)
+    rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    if c.CONSUMERS == 3:
+        top = _row_max(s, rows)
     else:
-        top = _row_max(s, TREE)
-    if DOT_ONLY:
+        top = gl.max(s, 1)  # two consumers wait for other things, and lose by a tree
+    if c.DOT_ONLY:
         top = top * scale
     m_new = gl.maximum(m_i, top)
-    if LAZY:
+    if c.LAZY:
         m_new = gl.where(m_new > m_i + GROWTH, m_new, m_i)
     m_ref = m_new
     if GUARD:
         m_ref = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = gl.exp2(m_i - m_ref)
-    if DOT_ONLY:
+    if c.DOT_ONLY:
         p = gl.exp2(s * scale - gl.expand_dims(m_ref, 1))
     else:
         p = gl.exp2(s - gl.expand_dims(m_ref, 1))
@@ -349,25 +349,135 @@ def _products(q, mem, stage, parity, p, acc, alpha, c, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _operands(p, alpha, mem, c):
+    """(weights as the first operand of p v, factors of the rows of acc)."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.DV // c.V_PANELS, 16])
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, layout))
+    return gl.convert_layout(p.to(mem.q.dtype), gl.DotOperandLayout(0, layout, 2)), alpha
+
+
+@gluon.jit
+def _next_block(
+    q, mem, stage, parity, p, acc, alpha, m_i, l_i, key, stride, place, low, high, score, c, S_LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr, GUARD: gl.constexpr,
+):  # fmt: skip
+    """P v of the block in `stage` beneath the softmax of the next one: (p, acc, alpha, m, l, its stage, its parity)."""
+    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    v_stage = stage
+    s, products, stage, parity = _products(q, mem, stage, parity, p, acc, alpha, c, S_LAYOUT)
+    if not c.DOT_ONLY:
+        s = _score(s, key, stride, place, score, c.SOFTCAP, columns)
+    if MASKED:
+        s = hp.hide(s, low, high, key, columns)
+    p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, c, GUARD)
+    acc = _waited(products, 0)
+    hp.arrive(EMPTY_K + c.STAGES + v_stage, 128 * c.CONSUMERS + 32)
+    p, alpha = _operands(p, alpha, mem, c)
+    return p, acc, alpha, m_i, l_i, stage, parity
+
+
+@gluon.jit
+def _rows_of(INDEX: gl.constexpr, h, row, plan, PACK: gl.constexpr, ROWS: gl.constexpr):
+    """(rows counted from the first one of the tile, rows, the head of each, which exist) of this warpgroup."""
+    r = INDEX * 64 + gl.arange(0, 64, ROWS)
+    x = row + r // PACK
+    return r, x, h * PACK + r % PACK, x < plan.rows
+
+
+@gluon.jit
+def _finish_tile(
+    INDEX: gl.constexpr, at, tile, q_place, products, m_i, l_i, v_stage, plan, out, score, mem, c, S_LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Merges a tile with the carry or the sinks once its last p v is done, and stores it; `tile`: its number in this program."""
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.DV // c.V_PANELS, 16])
+    s_rows: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    TILED: gl.constexpr = out.acc_desc is not None
+    HALVED: gl.constexpr = TILED and c.DV > mem.carry.shape[-1]
+    HAS_REGISTERS: gl.constexpr = c.DV <= 128 and not c.EARLY  # for what was carried beside the last p v
+    # read again, so that it holds no registers through the loops
+    head, row, _, _, _, _, _, slot = hp.entry(plan.work, at)
+    b64 = gl.cast(head // plan.heads, gl.int64)
+    h = head % plan.heads
+    r, x, head_of_row, exists = _rows_of(INDEX, h, row, plan, c.PACK, s_rows)
+    whole = slot < 0  # the parts of a split tile start from nothing; forward_combine.py lets the carry join
+    if HALVED and not c.FIRST:
+        carry_tile = _carry_tile(INDEX, mem.carry, mem.q, q_place, HALVED)
+        corner = _corner(INDEX, head // plan.heads, h, row, c.DV // 2, c.PACK)
+        tma.async_copy_global_to_shared(out.acc_desc, corner, mem.carry_full.index(INDEX), carry_tile[1])
+    if not TILED and (not c.FIRST or not c.LAST):
+        places = _places(INDEX, b64, h, row, plan.rows, out.acc_sb, out.acc_ss, out.acc_sh, o_layout, c, c.ACC_UNIT)
+    if not c.FIRST:
+        m_0 = gl.load(out.m + b64 * out.m_sb + head_of_row * out.m_sh + x, mask=exists & whole, other=-float("inf"))
+        l_0 = gl.load(out.l + b64 * out.l_sb + head_of_row * out.l_sh + x, mask=exists & whole, other=0.0)
+        if HAS_REGISTERS and not TILED:
+            acc_0 = _load_panels(out.acc, places, whole)
+    if out.error is not None:
+        in_vain = gl.load(out.error, volatile=True) != 0
+    acc = _waited(products, c.PANELS if c.EARLY else 0)
+    hp.arrive(EMPTY_K + c.STAGES + v_stage, 128 * c.CONSUMERS + 32)
+    if TILED and not c.FIRST:
+        mbarrier.wait(mem.carry_full.index(INDEX), tile & 1)
+
+    if whole:
+        if c.FIRST:
+            if score.sinks is not None:
+                m_0 = gl.load(score.sinks + head_of_row) * hp.LOG2E
+                m_i, l_i, mine, _sink = _merge_sums(m_i, l_i, m_0, 1.0)
+                acc = _times(acc, gl.convert_layout(mine, o_rows))
+        else:
+            if TILED:
+                acc_0 = (_carried(_carry_tile(INDEX, mem.carry, mem.q, q_place, HALVED), o_layout),)
+            elif not HAS_REGISTERS:
+                acc_0 = _load_panels(out.acc, places, True)
+            m_i, l_i, mine, carried = _merge_sums(m_i, l_i, m_0, l_0)
+            acc = _times(acc, gl.convert_layout(mine, o_rows))
+            acc = _plus(acc, acc_0, gl.convert_layout(carried, o_rows))
+        if c.LAST:
+            divisor = gl.where(l_i > 0.0, l_i, 1.0)
+            found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * hp.LN2, -float("inf"))
+            if out.error is not None:
+                divisor = gl.where(in_vain, float("nan"), divisor)
+                found = gl.where(in_vain, float("nan"), found)
+            acc = _times(acc, gl.convert_layout(1.0 / divisor, o_rows))
+            if c.STORE:
+                _store_tile(
+                    INDEX, acc, mem.q, q_place * c.PANELS, out.o_desc, head // plan.heads, h, row, c.D // c.PANELS,
+                    c.DV_WIDTH, c.PACK,
+                )  # fmt: skip
+            else:
+                places = _places(INDEX, b64, h, row, plan.rows, out.o_sb, out.o_ss, out.o_sh, o_layout, c, c.O_UNIT)
+                _store_panels(out.o, places, acc)
+            gl.store(out.lse + b64 * out.lse_sb + head_of_row * out.lse_sh + x, found, mask=exists)
+        else:
+            gl.store(out.m + b64 * out.m_sb + head_of_row * out.m_sh + x, m_i, mask=exists)
+            gl.store(out.l + b64 * out.l_sb + head_of_row * out.l_sh + x, l_i, mask=exists)
+            if TILED:
+                carry_tile = _carry_tile(INDEX, mem.carry, mem.q, q_place, HALVED)
+                _store_carry(INDEX, acc[0], carry_tile, out.acc_desc, head // plan.heads, h, row, c.PACK)
+            else:
+                _store_panels(out.acc, places, acc)
+    else:
+        at_row = gl.cast(slot, gl.int64) * (64 * c.CONSUMERS) + r
+        gl.store(out.part_m + at_row, m_i)
+        gl.store(out.part_l + at_row, l_i)
+        _store_part(out.part_acc, gl.convert_layout(at_row, o_rows), acc, c.DV)
+
+
+@gluon.jit
 def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
     """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
     segments = plan.segments
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.DV // c.V_PANELS, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     threads: gl.constexpr = 128 * c.CONSUMERS + 32
-    tile: gl.constexpr = 64 * c.CONSUMERS
-    tree: gl.constexpr = s_rows if c.CONSUMERS == 3 else None  # two consumers wait for other things, and lose by it
     # full blocks of other scores need to know where they are
     PLACED: gl.constexpr = score.alibi_slopes is not None or score.key_bias is not None
     GUARD: gl.constexpr = score.key_bias is not None
     TILED: gl.constexpr = out.acc_desc is not None
     HALVED: gl.constexpr = TILED and c.DV > mem.carry.shape[-1]
-    HAS_REGISTERS: gl.constexpr = c.DV <= 128 and not c.EARLY  # in registers, for what was carried beside the last p v
-    dtype: gl.constexpr = mem.q.dtype
 
     first = gl.load(plan.starts + gl.program_id(0))
     stop = gl.load(plan.starts + gl.program_id(0) + 1)
@@ -392,10 +502,7 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
         # the first block; the limits arrive beneath its product
         if not c.EARLY:
             qk = _first_product(INDEX, mem, at - first, stage, parity, True, c, s_layout)
-        r = INDEX * 64 + gl.arange(0, 64, s_rows)
-        x = row + r // c.PACK
-        head_of_row = h * c.PACK + r % c.PACK
-        exists = x < plan.rows
+        _r, x, head_of_row, exists = _rows_of(INDEX, h, row, plan, c.PACK, s_rows)
         key, blocks, _begin, _end, origin, stride = hp.segment_of(segments, segment)
         if not c.AHEAD:
             low, high = _first_limits(INDEX, at, plan, score, c.PACK, s_rows)
@@ -420,12 +527,11 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
             hp.arrive(EMPTY_K + stage, threads)
         q = _panels(mem.q, (at - first) % c.Q_STAGES * c.CONSUMERS + INDEX, 64, c.D, c.PANELS)
         if not c.DOT_ONLY:
-            s = _score(s, distance, key, stride, slope, bias, ahead, score, c.SOFTCAP, s_columns)
+            s = _score(s, key, stride, Place(distance, slope, bias, ahead), score, c.SOFTCAP, s_columns)
         if masked > 0:
             s = hp.hide(s, low, high, key, s_columns)
-        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, tree, c.DOT_ONLY, True, c.LAZY)
-        alpha = gl.convert_layout(alpha, o_rows)
-        p = gl.convert_layout(p.to(dtype), p_layout)
+        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, c, True)
+        p, alpha = _operands(p, alpha, mem, c)
 
         left = blocks
         for _ in range(1, masked_blocks):
@@ -442,16 +548,10 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
                     distance = position - origin
                 if score.local_rows is not None:
                     ahead = hp.rows_ahead(segments, segment, score.local_rows)
-            v_stage = stage
-            s, products, stage, parity = _products(q, mem, stage, parity, p, acc, alpha, c, s_layout)
-            if not c.DOT_ONLY:
-                s = _score(s, distance, key, stride, slope, bias, ahead, score, c.SOFTCAP, s_columns)
-            s = hp.hide(s, low, high, key, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, tree, c.DOT_ONLY, True, c.LAZY)
-            acc = _waited(products, 0)
-            hp.arrive(EMPTY_K + c.STAGES + v_stage, threads)
-            alpha = gl.convert_layout(alpha, o_rows)
-            p = gl.convert_layout(p.to(dtype), p_layout)
+            p, acc, alpha, m_i, l_i, stage, parity = _next_block(
+                q, mem, stage, parity, p, acc, alpha, m_i, l_i, key, stride, Place(distance, slope, bias, ahead), low, high, score,
+                c, s_layout, True, True,
+            )  # fmt: skip
 
         p = hp.packed(p)
         for _ in range(gl.where(masked_blocks == 0, 1, 0), full_blocks):
@@ -465,15 +565,10 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
                         distance = position - origin
                     if score.local_rows is not None:
                         ahead = hp.rows_ahead(segments, segment, score.local_rows)
-            v_stage = stage
-            s, products, stage, parity = _products(q, mem, stage, parity, p, acc, alpha, c, s_layout)
-            if not c.DOT_ONLY:
-                s = _score(s, distance, key, stride, slope, bias, ahead, score, c.SOFTCAP, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, tree, c.DOT_ONLY, GUARD, c.LAZY)
-            acc = _waited(products, 0)
-            hp.arrive(EMPTY_K + c.STAGES + v_stage, threads)
-            alpha = gl.convert_layout(alpha, o_rows)
-            p = gl.convert_layout(p.to(dtype), p_layout)
+            p, acc, alpha, m_i, l_i, stage, parity = _next_block(
+                q, mem, stage, parity, p, acc, alpha, m_i, l_i, key, stride, Place(distance, slope, bias, ahead), None, None, score,
+                c, s_layout, False, GUARD,
+            )  # fmt: skip
 
         l_i = gl.convert_layout(gl.sum(l_i, 1), s_rows, assert_trivial=True)
         # the last p v; what was carried arrives beneath it
@@ -492,80 +587,7 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
             qk = _first_product(INDEX, mem, at + 1 - first, stage, parity, at + 1 < stop, c, s_layout)
         if c.AHEAD:
             low, high = _first_limits(INDEX, gl.minimum(at + 1, stop - 1), plan, score, c.PACK, s_rows)
-        # read again, so that it holds no registers through the loops
-        this_head, this_row, _, _, _, _, _, this_slot = hp.entry(plan.work, at)
-        b64 = gl.cast(this_head // plan.heads, gl.int64)
-        h = this_head % plan.heads
-        r = INDEX * 64 + gl.arange(0, 64, s_rows)
-        x = this_row + r // c.PACK
-        head_of_row = h * c.PACK + r % c.PACK
-        exists = x < plan.rows
-        whole = this_slot < 0  # the parts of a split tile start from nothing; forward_combine.py lets the carry join
-        if HALVED and not c.FIRST:
-            carry_tile = _carry_tile(INDEX, mem.carry, mem.q, q_place, HALVED)
-            corner = _corner(INDEX, this_head // plan.heads, h, this_row, c.DV // 2, c.PACK)
-            tma.async_copy_global_to_shared(out.acc_desc, corner, mem.carry_full.index(INDEX), carry_tile[1])
-        if not TILED and (not c.FIRST or not c.LAST):
-            places = _places(
-                INDEX, b64, h, this_row, plan.rows, out.acc_sb, out.acc_ss, out.acc_sh, o_layout, c, c.ACC_UNIT
-            )
-        if not c.FIRST:
-            m_0 = gl.load(out.m + b64 * out.m_sb + head_of_row * out.m_sh + x, mask=exists & whole, other=-float("inf"))
-            l_0 = gl.load(out.l + b64 * out.l_sb + head_of_row * out.l_sh + x, mask=exists & whole, other=0.0)
-            if HAS_REGISTERS and not TILED:
-                acc_0 = _load_panels(out.acc, places, whole)
-        if out.error is not None:
-            in_vain = gl.load(out.error, volatile=True) != 0
-        acc = _waited(products, c.PANELS if c.EARLY else 0)
-        hp.arrive(EMPTY_K + c.STAGES + v_stage, threads)
-        if TILED and not c.FIRST:
-            mbarrier.wait(mem.carry_full.index(INDEX), (at - first) & 1)
-
-        if whole:
-            if c.FIRST:
-                if score.sinks is not None:
-                    m_0 = gl.load(score.sinks + head_of_row) * hp.LOG2E
-                    m_i, l_i, mine, _sink = _merge_sums(m_i, l_i, m_0, 1.0)
-                    acc = _times(acc, gl.convert_layout(mine, o_rows))
-            else:
-                if TILED:
-                    acc_0 = (_carried(_carry_tile(INDEX, mem.carry, mem.q, q_place, HALVED), o_layout),)
-                elif not HAS_REGISTERS:
-                    acc_0 = _load_panels(out.acc, places, True)
-                m_i, l_i, mine, carried = _merge_sums(m_i, l_i, m_0, l_0)
-                acc = _times(acc, gl.convert_layout(mine, o_rows))
-                acc = _plus(acc, acc_0, gl.convert_layout(carried, o_rows))
-            if c.LAST:
-                divisor = gl.where(l_i > 0.0, l_i, 1.0)
-                found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * hp.LN2, -float("inf"))
-                if out.error is not None:
-                    divisor = gl.where(in_vain, float("nan"), divisor)
-                    found = gl.where(in_vain, float("nan"), found)
-                acc = _times(acc, gl.convert_layout(1.0 / divisor, o_rows))
-                if c.STORE:
-                    _store_tile(
-                        INDEX, acc, mem.q, q_place * c.PANELS, out.o_desc, this_head // plan.heads, h, this_row, c.D // c.PANELS,
-                        c.DV_WIDTH, c.PACK,
-                    )  # fmt: skip
-                else:
-                    places = _places(
-                        INDEX, b64, h, this_row, plan.rows, out.o_sb, out.o_ss, out.o_sh, o_layout, c, c.O_UNIT
-                    )
-                    _store_panels(out.o, places, acc)
-                gl.store(out.lse + b64 * out.lse_sb + head_of_row * out.lse_sh + x, found, mask=exists)
-            else:
-                gl.store(out.m + b64 * out.m_sb + head_of_row * out.m_sh + x, m_i, mask=exists)
-                gl.store(out.l + b64 * out.l_sb + head_of_row * out.l_sh + x, l_i, mask=exists)
-                if TILED:
-                    carry_tile = _carry_tile(INDEX, mem.carry, mem.q, q_place, HALVED)
-                    _store_carry(INDEX, acc[0], carry_tile, out.acc_desc, this_head // plan.heads, h, this_row, c.PACK)
-                else:
-                    _store_panels(out.acc, places, acc)
-        else:
-            at_row = gl.cast(this_slot, gl.int64) * tile + r
-            gl.store(out.part_m + at_row, m_i)
-            gl.store(out.part_l + at_row, l_i)
-            _store_part(out.part_acc, gl.convert_layout(at_row, o_rows), acc, c.DV)
+        _finish_tile(INDEX, at, at - first, q_place, products, m_i, l_i, v_stage, plan, out, score, mem, c, s_layout)
         if c.EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
             if at + 1 < stop:
