@@ -77,12 +77,6 @@ STAGE_FREE = gl.constexpr(9)
 DQ_FREE = gl.constexpr(12)
 DQ_FULL = gl.constexpr(14)
 
-RUNTIME = (
-    "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "dalibi_sb", "dalibi_sh",
-    "heads", "group", "rows", "queries", "padded_queries", "local_rows", "grad_buffer_rows", "steps", "heads_per_group",
-    "timeout_us", "epochs", "lo_st", "hi_st", "near", "limit_us",
-)  # fmt: skip
-
 # arguments of the partitions; Note [Structs] of primitives.py
 Outputs = namedtuple(
     "Outputs", "dq_desc dk_desc dv_desc dk dv grad_buffers grad_buffer_rows error parts dkey_bias dkey_bias_parts dalibi queries "
@@ -193,7 +187,7 @@ def _producer(plan, src, mem, BM: gl.constexpr):
             if plan.turns is not None:
                 # a wait that failed in another program is not waited for again by each that starts later
                 seen = gl.where(gl.load(src.error, volatile=True) == 0, 0, NEVER)
-            flag = h_kv // src.heads_per_group * src.steps + step
+            flag = h_kv // src.flag_heads * src.flag_steps + step
             if step > 0 and flag > seen:
                 there = hp.wait_flag(src.flags + flag, src.error, src.timeout_us)
                 seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
@@ -571,10 +565,10 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
                     dalibi = _dalibi(out, b, h_kv * plan.group + g) if out.dalibi is not None else None
                     for part in range(segment, segment + masked):
                         x, blocks, begin, end, origin, stride = hp.segment_of(plan.segments, part)
+                        starts = hp.starts_of(score, gl.cast(b, gl.int64))
                         own_lo, own_hi = hp.bounds_in(
-                            lo, hi, score.lo + gl.cast(b, gl.int64) * score.lo_sb, score.hi + gl.cast(b, gl.int64) * score.hi_sb,
-                            score.lo_st, score.hi_st, plan.segments, part, y_own - row, y_table, exists,
-                        )  # fmt: skip
+                            lo, hi, starts, score, plan.segments, part, y_own - row, y_table, exists
+                        )
                         low, high = hp.limits(own_lo, own_hi, begin, end, origin, stride)
                         for _j in range(blocks):
                             dk, dv, dkey_bias = _step(
@@ -676,13 +670,13 @@ def _specialize(plan, src, out, score, mem, c):
         ], [4, 1], [240, 24])  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=list(RUNTIME))
+@gluon.jit(do_not_specialize=list(hp.RUNTIME))
 def backward_kernel(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, dq_desc, dk_desc,
     dv_desc, dk_out, dv_out, grad_buffers, flags, error, board, parts, dkey_bias_out, dkey_bias_parts,
     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-    heads, group, rows, queries, padded_queries, local_rows, grad_buffer_rows, steps, heads_per_group, timeout_us,
+    heads, group, rows, queries, padded_queries, local_rows, grad_buffer_rows, flag_steps, flag_heads, timeout_us,
     epochs, lo_st, hi_st, near, turns, counters, limit_us, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
@@ -704,7 +698,7 @@ def backward_kernel(
     Of a fused call only (Note [Tiles of several owners]; otherwise None): `tiles` of the plan, `k_remote` and `v_remote`, and
     `grad_buffers`, the addresses of regions of `grad_buffer_rows` rows, in place of dk_out and dv_out; bounds and positions of
     the remote buffer begin at `local_rows`. Where remote rows may still be on their way: `flags`, `error` and `timeout_us`,
-    with `steps` flags for each `heads_per_group` key heads.
+    with `flag_steps` flags for each `flag_heads` key heads.
 
     `near` chooses between the orders of Note [Order of blocks]. `turns`, `counters` and `limit_us` (microseconds) fix the order
     in which dq is added (Note [Order of sums]); None: any. HELD: columns of V that stay in registers.
@@ -740,8 +734,8 @@ def backward_kernel(
     _specialize(
         hp.Plan(work, segments, starts, heads, group, rows, tiles, near, turns, counters, ticket, limit_us),
         hp.Inputs(
-            q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, padded_queries, flags, error, steps,
-            heads_per_group, timeout_us, board, epochs,
+            q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, padded_queries, flags, error, flag_steps,
+            flag_heads, timeout_us, board, epochs,
         ),
         Outputs(
             dq_desc, dk_desc, dv_desc, dk_out, dv_out, grad_buffers, grad_buffer_rows, error, parts, dkey_bias_out,

@@ -84,7 +84,7 @@ def _produce(plan, src, mem, c):
         if plan.tiles is not None:
             step = gl.load(plan.tiles + at * 4 + 1)
         if src.flags is not None:
-            flag = h_kv // src.heads_per_group * src.steps + step
+            flag = h_kv // src.flag_heads * src.flag_steps + step
             if step > 0 and flag > seen:
                 there = hp.wait_flag(src.flags + flag, src.error, src.timeout_us)
                 seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
@@ -247,9 +247,8 @@ def _make_dv(plan, out, score, mem, c):
             for part in range(segment, segment + masked):
                 x, blocks, begin, end, origin, stride = hp.segment_of(plan.segments, part)
                 own_lo, own_hi = hp.bounds_in(
-                    lo, hi, score.lo + b64 * score.lo_sb, score.hi + b64 * score.hi_sb, score.lo_st, score.hi_st,
-                    plan.segments, part, y_tile, y, exists,
-                )  # fmt: skip
+                    lo, hi, hp.starts_of(score, b64), score, plan.segments, part, y_tile, y, exists
+                )
                 low, high = hp.limits(own_lo, own_hi, begin, end, origin, stride)
                 for _j in range(blocks):
                     dv, weights = _weigh(
@@ -442,18 +441,12 @@ def _specialize(plan, src, out, score, mem, c):
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "heads", "group", "rows",
-        "padded_queries", "local_rows", "grad_buffer_rows", "steps", "heads_per_group", "timeout_us",
-        "epochs", "lo_st", "hi_st",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=list(hp.RUNTIME))
 def backward_dkv_wide_kernel(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, dk_out, dv_out,
     grad_buffers, flags, error, board, parts, dkey_bias_out, dkey_bias_parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, padded_queries, local_rows,
-    grad_buffer_rows, steps, heads_per_group, timeout_us, epochs, lo_st, hi_st, scale, cap, softmax_scale,
+    grad_buffer_rows, flag_steps, flag_heads, timeout_us, epochs, lo_st, hi_st, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
     STAGES: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr,
     P_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
@@ -495,8 +488,8 @@ def backward_dkv_wide_kernel(
     _specialize(
         hp.Plan(work, segments, starts, heads, group, rows, tiles),
         hp.Inputs(
-            q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, padded_queries, flags, error, steps,
-            heads_per_group, timeout_us, board, epochs,
+            q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, padded_queries, flags, error, flag_steps,
+            flag_heads, timeout_us, board, epochs,
         ),
         Outputs(
             dk_out, dv_out, grad_buffers, grad_buffer_rows, error, parts, dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh,

@@ -234,10 +234,7 @@ def _consume(W: gl.constexpr, plan, src, out, score, mem, c):
             y, blocks, begin, end, origin, stride = hp.segment_of(segments, i)
             lo = gl.load(score.lo + b64 * score.lo_sb + x, mask=exists, other=0)
             hi = gl.load(score.hi + b64 * score.hi_sb + x, mask=exists, other=0)
-            lo, hi = hp.bounds_in(
-                lo, hi, score.lo + b64 * score.lo_sb, score.hi + b64 * score.hi_sb, score.lo_st, score.hi_st, segments, i,
-                x - row, x, exists,
-            )  # fmt: skip
+            lo, hi = hp.bounds_in(lo, hi, hp.starts_of(score, b64), score, segments, i, x - row, x, exists)
             low, high = hp.limits(lo, hi, begin, end, origin, stride)
             of_source = bias
             if score.local_rows is not None:
@@ -303,16 +300,11 @@ def _specialize(plan, src, out, score, mem, c):
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dq_sb", "dq_ss", "dq_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb",
-        "key_bias_sb", "num_heads", "group", "rows", "t", "local_rows", "epochs", "lo_st", "hi_st",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=list(hp.RUNTIME))
 def backward_dq_kernel(
     work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse, delta, dq_out, dalibi_out, error, board, part,
     dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
-    dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, local_rows, epochs, lo_st, hi_st, softmax_scale, scale, cap,
+    dalibi_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, keys, local_rows, epochs, lo_st, hi_st, softmax_scale, scale, cap,
     SOFTCAP: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
     gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, LATE: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
@@ -342,12 +334,12 @@ def backward_dq_kernel(
     for i in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(i), count=1)
     _specialize(
-        hp.Plan(work, segments, starts, num_heads, group, rows),
+        hp.Plan(work, segments, starts, heads, group, rows),
         Inputs(q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse, delta, lse_sb, lse_sh, delta_sb, delta_sh, board, epochs),
         Outputs(dq_out, dalibi_out, error, part, dalibi_part, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh),
         hp.Score(
             positions, lo, hi, lo_sb, hi_sb, lo_st, hi_st, local_rows, alibi_slopes, key_bias, key_bias_sb, scale, cap,
-            softmax_scale, keys=t,
+            softmax_scale, keys=keys,
         ),
         Memory(q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full),
         Config(D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES, LATE, SOFTCAP, ADD, UNIT),

@@ -190,10 +190,9 @@ def _limits_in(
     exists = (x < plan.rows) & anything
     lo = gl.load(score.lo + b * lo_sb + x, mask=exists, other=0)
     hi = gl.load(score.hi + b * hi_sb + x, mask=exists, other=0)
-    lo, hi = hp.bounds_in(
-        lo, hi, score.lo + b * lo_sb, score.hi + b * hi_sb, score.lo_st, score.hi_st, plan.segments, segment,
-        (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK, x, exists,
-    )  # fmt: skip
+    starts = score.lo + b * lo_sb, score.hi + b * hi_sb
+    r = (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK
+    lo, hi = hp.bounds_in(lo, hi, starts, score, plan.segments, segment, r, x, exists)
     _key, _blocks, begin, end, origin, stride = hp.segment_of(plan.segments, segment)
     return _limits(lo, hi, begin, end, origin, stride)
 
@@ -717,14 +716,7 @@ def _specialize(plan, src, out, score, mem, c):
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
-RUNTIME = [
-    "o_sb", "o_ss", "o_sh", "acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb",
-    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "timeout_us", "local_rows",
-    "epochs", "lo_st", "hi_st",
-]  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=RUNTIME)
+@gluon.jit(do_not_specialize=list(hp.RUNTIME))
 def forward_kernel(
     q, k, v, o_desc, acc_desc, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions,
     lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias, k_remote, v_remote, flags, error, board,

@@ -32,9 +32,17 @@ Score = namedtuple(
     defaults=(None, None, None),
 )  # fmt: skip
 Inputs = namedtuple(
-    "Inputs", "q do k v k_remote v_remote lse delta padded_queries flags error steps heads_per_group timeout_us board epochs"
+    "Inputs", "q do k v k_remote v_remote lse delta padded_queries flags error flag_steps flag_heads timeout_us board epochs"
 )  # fmt: skip
 """Of the kernels of dk and dv."""
+
+RUNTIME = (
+    "o_sb", "o_ss", "o_sh", "acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "delta_sb",
+    "delta_sh", "dq_sb", "dq_ss", "dq_sh", "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "dalibi_sb", "dalibi_sh",
+    "lo_sb", "hi_sb", "lo_st", "hi_st", "key_bias_sb", "heads", "group", "rows", "keys", "queries", "padded_queries",
+    "local_rows", "grad_buffer_rows", "flag_heads", "flag_steps", "timeout_us", "epochs", "near", "limit_us",
+)  # fmt: skip
+"""Integers of the kernels that multiply: none is specialised on one."""
 
 LOG2E = gl.constexpr(constants.LOG2E)
 LN2 = gl.constexpr(constants.LN2)
@@ -379,26 +387,31 @@ def rows_ahead(segments, i, local_rows):
 
 
 @gluon.jit
-def bounds_in(lo, hi, lo_ptr, hi_ptr, lo_st, hi_st, segments, i, r, x, exists):
+def starts_of(score, b):
+    """Where the bounds of a batch element, in 64 bits, begin: (lo, hi)."""
+    return score.lo + b * score.lo_sb, score.hi + b * score.hi_sb
+
+
+@gluon.jit
+def bounds_in(lo, hi, starts, score, segments, i, r, x, exists):
     """Return the bounds of rows in segment i.
 
     Those of the segment's term, and none for rows outside its piece (Note [Pieces] of tile_scheduler.py), where the mask has
-    terms; lo and hi themselves where lo_st is None.
+    terms; else lo and hi themselves.
 
     Args:
-        lo_ptr: Bounds of the batch element; also hi_ptr.
-        lo_st: Stride of terms; also hi_st.
+        starts: See `starts_of`.
         r: Rows, counted from the first one of the tile.
         x: The same rows, as they are counted in the bounds.
         exists: Which rows exist.
     """
-    if lo_st is not None:
+    if score.lo_st is not None:
         label = gl.load(segments + i * 8 + 7)
         term = gl.cast(label & 255, gl.int64)
         within = exists & (r >= ((label >> 8) & 4095)) & (r < (label >> 20))
         # products with strides are made here: made outside of a loop they would be spilled
-        lo = gl.load(lo_ptr + term * opaque(gl.to_tensor(lo_st)) + x, mask=within, other=0)
-        hi = gl.load(hi_ptr + term * opaque(gl.to_tensor(hi_st)) + x, mask=within, other=0)
+        lo = gl.load(starts[0] + term * opaque(gl.to_tensor(score.lo_st)) + x, mask=within, other=0)
+        hi = gl.load(starts[1] + term * opaque(gl.to_tensor(score.hi_st)) + x, mask=within, other=0)
     return lo, hi
 
 
