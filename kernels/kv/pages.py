@@ -24,6 +24,7 @@ Note [Values that are not finite]
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,64 +38,65 @@ SMALLEST_SCALE = 2.0**-100
 """Lower bound of the scale of a row, so that it can be divided by."""
 
 
-def put(
-    pool_k: Tensor,
-    pool_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    contained: tuple[Tensor, Tensor] | None = None,
-) -> None:
+class Pool(NamedTuple):
+    """Pages of keys and values.
+
+    Attributes:
+        k: `pages hk page_size d`, the dtype of its rows, or float8_e4m3fn with k_scale; contiguous.
+        v: `pages hk page_size dv`, in the same form; of latents `k[..., :dv]` with hk = 1 and dv < d.
+        k_scale: `pages hk page_size` fp32, contiguous. With fp8 only (Note [fp8 rows]).
+        v_scale: Scales of v, as k_scale; of latents k_scale itself.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def latent(self) -> bool:
+        """Whether v is columns of k."""
+        return are_latents(self.k, self.v)
+
+
+def put(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, contained: tuple[Tensor, Tensor] | None = None) -> None:
     """Write rows to their slots (Note [Values that are not finite]).
 
     On a GPU it is one launch, which depends on shapes alone: a CUDA graph that captured it reads new slots at each replay.
 
     Args:
-        pool_k: `pages hk page_size d`, k's dtype, or float8_e4m3fn with k_scale; contiguous; written.
-        pool_v: `pages hk page_size dv`, in the same form; of latents `pool_k[..., :dv]` with hk = 1 and dv < d.
+        pool: Written.
         k: `b s hk d`, any strides with a contiguous last dim.
         v: `b s hk dv`, in the same form; of latents `k[..., :dv]`.
         slots: `b s` int64, contiguous; -1: the row is not stored. No slot twice.
-        k_scale: `pages hk page_size` fp32, contiguous; written. With fp8 only (Note [fp8 rows]).
-        v_scale: Scales of v, as k_scale; of latents k_scale itself.
         contained: Tensors like k and v that get all rows as well, as pages have them but for rounding to fp8; contiguous, but that
             the second is columns of the first for latents.
 
     Raises:
-        ValueError: pool_v is columns of pool_k, and it has all of them or several heads, or v or contained is not alike.
+        ValueError: The pool is of latents, and v has all columns or several heads, or v or contained is not alike.
     """
     if not slots.numel():
         return
-    latent = _check_latents(pool_k, pool_v, {"v": (k, v)} | ({} if contained is None else {"contained": contained}))
-    fast = import_optional("ringattn.kernels.kv.pages_triton") if pool_k.is_cuda else None
+    _check_latents(pool, {"v": (k, v)} | ({} if contained is None else {"contained": contained}))
+    fast = import_optional("ringattn.kernels.kv.pages_triton") if pool.k.is_cuda else None
     if fast is not None:
-        fast.put(pool_k, pool_v, k, v, slots, k_scale, v_scale, contained)
+        fast.put(pool, k, v, slots, contained)
         return
     k, v = contain(k, v)
     if contained is not None:
         contained[0].copy_(k)
         contained[1].copy_(v)
     here = slots >= 0
-    page, row = _places(pool_k, slots[here])
-    for pool, x, scale in ((pool_k, k, k_scale), (pool_v, v, v_scale))[: 1 if latent else 2]:
+    page, row = _places(pool.k, slots[here])
+    for kept, x, scale in _sides(pool, k, v):
         rows = x[here]
         if scale is not None:
-            rows, scale[page, :, row] = quantise(rows, latent=latent)
+            rows, scale[page, :, row] = quantise(rows, latent=pool.latent)
         # indexing supports bytes better than fp8
-        _bits(pool)[page, :, row] = _bits(rows)
+        _bits(kept)[page, :, row] = _bits(rows)
 
 
-def take(
-    pool_k: Tensor,
-    pool_v: Tensor,
-    slots: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+def take(pool: Pool, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Read rows from slots, as `put` left them.
 
     Args:
@@ -107,14 +109,14 @@ def take(
     """
     if not slots.numel():
         return
-    latent = _check_latents(pool_k, pool_v, {"v": (k, v)})
-    fast = import_optional("ringattn.kernels.kv.pages_triton") if pool_k.is_cuda else None
+    _check_latents(pool, {"v": (k, v)})
+    fast = import_optional("ringattn.kernels.kv.pages_triton") if pool.k.is_cuda else None
     if fast is not None:
-        fast.take(pool_k, pool_v, slots, k, v, k_scale, v_scale)
+        fast.take(pool, slots, k, v)
         return
-    page, row = _places(pool_k, slots)
-    for pool, x, scale in ((pool_k, k, k_scale), (pool_v, v, v_scale))[: 1 if latent else 2]:
-        rows = _bits(pool)[page, :, row].view(pool.dtype)
+    page, row = _places(pool.k, slots)
+    for kept, x, scale in _sides(pool, k, v):
+        rows = _bits(kept)[page, :, row].view(kept.dtype)
         x.copy_(rows if scale is None else dequantise(rows, scale[page, :, row], x.dtype))
 
 
@@ -161,22 +163,26 @@ def dequantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale.unsqueeze(-1)).to(dtype)
 
 
-def _check_latents(pool_k: Tensor, pool_v: Tensor, rows: dict[str, tuple[Tensor, Tensor]]) -> bool:
-    """Return whether a pool is of latents, whose rows are views as its columns are."""
-    if not are_latents(pool_k, pool_v):
-        return False
-    d, dv = pool_k.shape[-1], pool_v.shape[-1]
-    if pool_k.shape[1] != 1 or not dv < d:
+def _sides(pool: Pool, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """(pages, rows, scales) of k and of v; of k alone where v is columns of it."""
+    return [(pool.k, k, pool.k_scale), (pool.v, v, pool.v_scale)][: 1 if pool.latent else 2]
+
+
+def _check_latents(pool: Pool, rows: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise where rows of latents are not views as the columns of their pool are."""
+    if not pool.latent:
+        return
+    heads, d, dv = pool.k.shape[1], pool.k.shape[-1], pool.v.shape[-1]
+    if heads != 1 or not dv < d:
         raise ValueError(
-            f"pool_k must have one head and columns beside those of pool_v, its view, got {pool_k.shape[1]} heads and {d - dv} "
-            "columns; keep keys and values in two pools"
+            f"pool.k must have one head and columns beside those of pool.v, its view, got {heads} heads and {d - dv} columns; "
+            "keep keys and values in two tensors"
         )
     for name, (k, v) in rows.items():
         if not are_latents(k, v):
             raise ValueError(
-                f"{name} must be columns of k as pool_v is of pool_k, got another tensor; pass k[..., :{dv}]"
+                f"{name} must be columns of k as pool.v is of pool.k, got another tensor; pass k[..., :{dv}]"
             )
-    return True
 
 
 def _places(pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

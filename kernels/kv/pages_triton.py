@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.kv.pages import FP8, LARGEST, SMALLEST_SCALE, are_latents
+from ringattn.kernels.kv.pages import FP8, LARGEST, SMALLEST_SCALE, Pool
 from ringattn.kernels.runtime import bound_launch
 
 BYTES = 8192
@@ -158,67 +158,44 @@ def _take_kernel(
         _take_rows(pool_v, v_scale, v, b * v_sb + x * v_ss + h * v_sh, source, ok, FP8, DV, DV_COLUMNS)
 
 
-def put(
-    pool_k: Tensor,
-    pool_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    contained: tuple[Tensor, Tensor] | None = None,
-) -> None:
+def put(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, contained: tuple[Tensor, Tensor] | None = None) -> None:
     """Take the arguments of `kernels.kv.pages.put`."""
     b, s, hk, _ = k.shape
-    rows, constants = b * s * hk, _constants(pool_k, k, v, k_scale)
+    rows, constants = b * s * hk, _constants(pool, k, v)
     constants["ROWS"] = min(constants["ROWS"], triton.next_power_of_2(rows))
     bound_launch.launch(
         _put_kernel,
         (-(-rows // constants["ROWS"]),),
-        (
-            _bytes(pool_k), _bytes(pool_v), k_scale, v_scale, k, None if are_latents(pool_k, pool_v) else v, slots,
-            *(contained or (None, None)), s, rows,
-            *k.stride()[:3], *v.stride()[:3],
-        ),
+        (*_tensors(pool, k, v), slots, *(contained or (None, None)), s, rows, *k.stride()[:3], *v.stride()[:3]),
         constants,
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
-def take(
-    pool_k: Tensor,
-    pool_v: Tensor,
-    slots: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+def take(pool: Pool, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Take the arguments of `kernels.kv.pages.take`."""
     b, s, hk, _ = k.shape
-    constants = _constants(pool_k, k, v, k_scale)
+    constants = _constants(pool, k, v)
     bound_launch.launch(
         _take_kernel,
         (-(-b * s // constants["ROWS"]) * hk,),
-        (
-            _bytes(pool_k), _bytes(pool_v), k_scale, v_scale, k, None if are_latents(pool_k, pool_v) else v, slots, s, b * s,
-            *k.stride()[:3], *v.stride()[:3],
-        ),
+        (*_tensors(pool, k, v), slots, s, b * s, *k.stride()[:3], *v.stride()[:3]),
         constants,
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
-def _bytes(pool: Tensor) -> Tensor:
-    """Return a pool as kernels see it: fp8 is bytes."""
-    return pool.view(torch.uint8) if pool.dtype == FP8 else pool
+def _tensors(pool: Pool, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the kernels' `pool_k` to `v`: fp8 is bytes to them."""
+    pages = (x.view(torch.uint8) if x.dtype == FP8 else x for x in (pool.k, pool.v))
+    return *pages, pool.k_scale, pool.v_scale, k, None if pool.latent else v
 
 
-def _constants(pool_k: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None) -> dict[str, Any]:
+def _constants(pool: Pool, k: Tensor, v: Tensor) -> dict[str, Any]:
     d, dv = k.shape[-1], v.shape[-1]
     columns, v_columns = triton.next_power_of_2(d), triton.next_power_of_2(dv)
     rows = max(1, BYTES // (max(columns, v_columns) * k.element_size()))
     return {
-        "HK": k.shape[2], "SIZE": pool_k.shape[2], "D": d, "DV": dv, "D_COLUMNS": columns, "DV_COLUMNS": v_columns, "ROWS": rows,
-        "FP8": k_scale is not None,
+        "HK": k.shape[2], "SIZE": pool.k.shape[2], "D": d, "DV": dv, "D_COLUMNS": columns, "DV_COLUMNS": v_columns, "ROWS": rows,
+        "FP8": pool.k_scale is not None,
     }  # fmt: skip

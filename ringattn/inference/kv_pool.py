@@ -170,13 +170,13 @@ class KVPool:
         contained = None
         if contain:
             contained = self._rows(k.shape[:2])
-        rows.put(self.k[layer], self.v[layer], k, v, slots, *self.scales(layer), contained)
+        rows.put(rows.Pool(self.k[layer], self.v[layer], *self.scales(layer)), k, v, slots, contained)
         return contained or (k, v)
 
     def take(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Read rows of a layer in `dtype`, at slots `batch t` of page * page_size + row: k `batch t hk d` and v `batch t hk dv`."""
         k, v = self._rows(slots.shape)
-        rows.take(self.k[layer], self.v[layer], slots.contiguous(), k, v, *self.scales(layer))
+        rows.take(rows.Pool(self.k[layer], self.v[layer], *self.scales(layer)), slots.contiguous(), k, v)
         return k, v
 
     def _rows(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:

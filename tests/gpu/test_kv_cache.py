@@ -41,9 +41,9 @@ def test_put_and_take_reach_rows_beyond_two_billion_elements() -> None:
     scale = torch.zeros(pool.shape[:3], device="cuda")
     k = torch.randn(1, 3, 8, 128, device="cuda").bfloat16()
     slots = torch.tensor([[len(pool) * 64 - 1, 5, len(pool) * 64 - 64]], device="cuda")
-    pages.put(pool, pool.clone(), k, k, slots, scale, scale.clone())
+    pages.put(pages.Pool(pool, pool.clone(), scale, scale.clone()), k, k, slots)
     found = torch.empty_like(k)
-    pages.take(pool, pool, slots, found, torch.empty_like(k), scale, scale)
+    pages.take(pages.Pool(pool, pool, scale, scale), slots, found, torch.empty_like(k))
     # of a CPU, which divides by numbers; torch's GPU kernels multiply by their reciprocals
     rows, factor = pages.quantise(k.cpu())
     assert torch.equal(found.cpu(), pages.dequantise(rows, factor, torch.bfloat16))

@@ -587,7 +587,7 @@ def test_put_and_take_equal_their_definition(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "columns", "apart", "match"),
-    [(1, 8, "", "pool_k must have .* got 1 heads and 0 columns"), (2, 4, "", "pool_k must have one head .* got 2 heads"),
+    [(1, 8, "", r"pool\.k must have .* got 1 heads and 0 columns"), (2, 4, "", r"pool\.k must have one head .* got 2 heads"),
      (1, 4, "v", r"v must be columns of k .*pass k\[..., :4\]"), (1, 4, "contained", "contained must be columns of k")],
 )  # fmt: skip
 def test_pools_of_latents_that_cannot_be_kept_are_refused(heads: int, columns: int, apart: str, match: str) -> None:
@@ -596,17 +596,17 @@ def test_pools_of_latents_that_cannot_be_kept_are_refused(heads: int, columns: i
     contained = torch.zeros_like(k), torch.zeros_like(k)[..., :columns]
     slots = torch.zeros(1, 1, dtype=torch.long)
     with pytest.raises(ValueError, match=match):
-        rows.put(pool, pool[..., :columns], k, v, slots, None, None, contained if apart == "contained" else None)
+        rows.put(rows.Pool(pool, pool[..., :columns]), k, v, slots, contained if apart == "contained" else None)
     if apart != "contained":
         with pytest.raises(ValueError, match=match):
-            rows.take(pool, pool[..., :columns], slots, k, v)
+            rows.take(rows.Pool(pool, pool[..., :columns]), slots, k, v)
     assert not pool.any()
 
 
 def test_keys_given_as_values_are_no_latents() -> None:
     x = torch.tensor([[[[1.0, 2.0], [3.0, math.inf]]]])
     pools = torch.zeros(2, 1, 2, 4, 2)
-    rows.put(pools[0], pools[1], x, x, torch.zeros(1, 1, dtype=torch.long))
+    rows.put(rows.Pool(pools[0], pools[1]), x, x, torch.zeros(1, 1, dtype=torch.long))
     assert torch.equal(pools[0, 0, :, 0].nan_to_num(-1.0), torch.tensor([[1.0, 2.0], [-1.0, -1.0]]))
     assert torch.equal(pools[1, 0, :, 0], torch.tensor([[1.0, 2.0], [0.0, 0.0]]))
 

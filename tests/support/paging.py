@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.kv.pages import FP8
+from ringattn.kernels.kv.pages import FP8, Pool
 
 Put = Callable[..., None]
 Take = Callable[..., None]
@@ -114,7 +114,7 @@ def assert_put(put: Put, case: Case, device: torch.device | str = "cpu") -> None
     pool = case.pool(device)
     k, v = case.rows(device)
     contained = case.paired(*(torch.full(x.shape, math.nan, dtype=x.dtype, device=device) for x in (k, v)))
-    put(pool[0], pool[1], k, v, case.slots(device), pool[2], pool[3], contained)
+    put(Pool(*pool), k, v, case.slots(device), contained)  # pyright: ignore[reportArgumentType]
     for found, wanted in zip(contained, case.rows(), strict=True):
         assert torch.equal(found.cpu(), wanted)
     for found, wanted in zip(pool, expected_pool(case), strict=True):
@@ -142,6 +142,6 @@ def assert_take(take: Take, case: Case, device: torch.device | str = "cpu") -> N
     k, v = case.paired(k, v)
     there = [None if x is None else x.to(device) for x in pool]
     there = [*case.paired(*there[:2]), *case.paired(*there[2:], scales=True)]
-    take(there[0], there[1], slots.to(device), k, v, there[2], there[3])
+    take(Pool(*there), slots.to(device), k, v)
     assert torch.equal(k.cpu(), wanted[0])
     assert torch.equal(v.cpu(), wanted[1])

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ringattn.kernels.kv.pages import Pool
 from tests.support import decoding
 from tests.support.paging import CASES, Case, assert_put, assert_take
 
@@ -34,7 +35,7 @@ def test_every_code_of_e4m3_is_read_and_written_as_torch_does() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 1, 256, 1)
     scale = torch.ones(1, 1, 256)
     k, v = torch.empty(2, 1, 256, 1, 1)
-    pages_triton.take(codes, codes.clone(), torch.arange(256).view(1, 256), k, v, scale, scale.clone())
+    pages_triton.take(Pool(codes, codes.clone(), scale, scale.clone()), torch.arange(256).view(1, 256), k, v)
     expected = codes.float().flatten()
     assert torch.equal(k.flatten().nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
     # each beside 448, so that the scale is 1 again; and what lies between two codes, ties included
@@ -43,7 +44,8 @@ def test_every_code_of_e4m3_is_read_and_written_as_torch_does() -> None:
     rows = torch.stack([between, torch.full_like(between, 448.0)], -1).view(1, -1, 1, 2)
     n = rows.shape[1]
     pool, scale = torch.zeros(1, 1, n, 2, dtype=torch.float8_e4m3fn), torch.zeros(1, 1, n)
-    pages_triton.put(pool, pool.clone(), rows, rows.clone(), torch.arange(n).view(1, n), scale, scale.clone())
+    slots = torch.arange(n).view(1, n)
+    pages_triton.put(Pool(pool, pool.clone(), scale, scale.clone()), rows, rows.clone(), slots)
     assert scale.unique().tolist() == [1.0]
     assert torch.equal(pool.view(torch.uint8)[0, 0], rows[0, :, 0].to(torch.float8_e4m3fn).view(torch.uint8))
 
@@ -58,9 +60,9 @@ def test_a_row_that_is_not_finite_is_nan_wherever_it_is_read(bad: float) -> None
         pool = [torch.zeros(1, 1, 4, 8, dtype=torch.float8_e4m3fn) for _ in range(2)]
         scales = [torch.zeros(1, 1, 4) for _ in range(2)]
         slots = torch.tensor([[2, 1]])
-        module.put(*pool, rows, rows.clone(), slots, *scales)
+        module.put(Pool(*pool, *scales), rows, rows.clone(), slots)
         k, v = torch.zeros(2, 1, 2, 1, 8)
-        module.take(*pool, slots, k, v, *scales)
+        module.take(Pool(*pool, *scales), slots, k, v)
         assert k[0, 0].isnan().all()
         assert torch.equal(k[0, 1], torch.ones(1, 8))
 
@@ -79,9 +81,9 @@ def test_a_row_of_values_that_is_not_finite_is_zeros_beside_a_key_of_nan(bad: fl
         pool = [torch.zeros(1, 2, 4, dim, dtype=kv_dtype) for dim in (8, 4)]
         scales = [torch.zeros(1, 2, 4) if fp8 else None for _ in range(2)]
         contained = torch.zeros_like(k), torch.zeros_like(v)
-        module.put(*pool, k, v, slots, *scales, contained)
+        module.put(Pool(*pool, *scales), k, v, slots, contained)
         kept = torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
-        module.take(*pool, slots[:, :1], *kept, *scales)
+        module.take(Pool(*pool, *scales), slots[:, :1], *kept)
         for keys, values in (kept, contained):
             assert keys[0, 0, 1].isnan().all()
             assert torch.equal(values[0, 0, 1], torch.zeros(4, dtype=dtype))
@@ -103,11 +105,12 @@ def test_a_latent_that_is_not_finite_is_zeros_beside_nan(column: int, bad: float
     wanted = torch.tensor([instead, [1.0] * 12, instead], dtype=k.dtype)
     slots = torch.tensor([[2, 1, -1]])
     for module in (pages_triton, pages):
-        pool = torch.zeros(1, 1, 4, 12, dtype=kv_dtype)
+        pages_of_all = torch.zeros(1, 1, 4, 12, dtype=kv_dtype)
         scale = torch.zeros(1, 1, 4) if fp8 else None
+        pool = Pool(pages_of_all, pages_of_all[..., :8], scale, scale)
         contained, kept = torch.full_like(k, 7.0), torch.full_like(k[:, :2], 7.0)
-        module.put(pool, pool[..., :8], k, k[..., :8], slots, scale, scale, (contained, contained[..., :8]))
-        module.take(pool, pool[..., :8], slots[:, :2], kept, kept[..., :8], scale, scale)
+        module.put(pool, k, k[..., :8], slots, (contained, contained[..., :8]))
+        module.take(pool, slots[:, :2], kept, kept[..., :8])
         torch.testing.assert_close(contained[0, :, 0], wanted, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(kept[0, :, 0], wanted[:2], rtol=0, atol=0, equal_nan=True)
         assert scale is None or bool(scale.isfinite().all()), "it is that of the values"
@@ -131,7 +134,7 @@ def test_a_latent_that_is_not_finite_stays_with_the_tokens_that_see_it(kv_dtype:
             row = torch.ones(1, 1, 1, 24)
             row[..., 20] = math.inf
             slot = torch.tensor([[page * case.page_size + length - 2]])
-            pages.put(scene.k, scene.v, row, row[..., :16], slot, scene.k_scale, scene.v_scale)
+            pages.put(Pool(scene.k, scene.v, scene.k_scale, scene.v_scale), row, row[..., :16], slot)
         for impl in ("eager", "portable"):
             parts = decoding.empty_parts(scene, 3)
             decode(scene.call(), parts, impl=impl)
