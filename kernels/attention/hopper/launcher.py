@@ -266,7 +266,6 @@ def launch_dkv(
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
     flags, error, heads_per_group, steps, timeout_us = _waits_of(arrivals, hk)
-    ordered = want_dq and bound.deterministic
     config = bound.dkv[want_dq]
     is_wide = isinstance(config, configs.WideDkvConfig)
     assert not (is_wide and want_dq), "the kernel for wide heads makes no dq"
@@ -276,19 +275,9 @@ def launch_dkv(
     if is_wide:
         columns = configs.columns_of(d, configs.WIDE_COLUMNS), configs.columns_of(dv, configs.WIDE_COLUMNS)
     panels = configs.PANELS[columns[0]], configs.PANELS[columns[1]]
-    lengths = key_rows(x)
     plan, shape = _tiles_of_keys(bound, x, out, arrivals, want_dq=want_dq)
     if plan is None:
-        if want_dq and not out.accumulate_rows:
-            _zero(out.dq, out.dalibi)
-        if not out.accumulate_keys:
-            _zero(out.dk, out.dv, out.dkey_bias)
-        if x.o is not None and not x.delta_made and x.delta.numel():
-            _prepare(x, None, columns[0], LOG2E, 0, math.inf)
-        if returns is not None:
-            _clear_grad_buffers(returns.grad_buffers, returns.rows, lengths, batch, hk * (d + dv))
-            if returns.bias_grad_buffers is not None:
-                _clear_grad_buffers(returns.bias_grad_buffers, returns.rows, lengths, batch * hk, 1)
+        _write_zeros(x, out, returns, columns[0], want_dq=want_dq)
         return
 
     board, epochs = progress_board(plan, shape, (d + dv) * q.element_size() + 4 * d * want_dq, q.device, bound.programs)
@@ -312,43 +301,26 @@ def launch_dkv(
     grad_buffers, grad_buffer_rows = (None, None) if returns is None else (returns.grad_buffers, returns.rows)
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) else None
     (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(x.keys.lo, x.keys), bound_strides(x.keys.hi, x.keys)
-    # what only the kernel with dq is given: tiles of its sums, dalibi, and the rows of q
+    # what only the kernel with dq is given: tiles of its sums, dalibi, the rows of q, and the order of blocks
     of_tiles: tuple[Any, ...] = ()
     of_dalibi: tuple[Any, ...] = ()
     of_rows: tuple[int, ...] = ()
     of_order: tuple[Any, ...] = ()
-    if isinstance(config, configs.DkvConfig):
+    if not is_wide:
         # rounded sums of a whole tile leave through the buffer of dq and the copy engine
         staged = want_dq and returns is None and not out.accumulate_keys
         staged = staged and all(total_of.dtype == q.dtype and descriptors.describable(total_of) for total_of in sums)
-        half = columns[0] * block // 128
         of_tiles = (
-            None if total is None else descriptors.rows(total, 64, half),
+            None if total is None else descriptors.rows(total, 64, columns[0] * block // 128),
             *([descriptors.rows(*of) for of in zip(sums, (64, 64), columns, strict=True)] if staged else (None, None)),
         )
         of_dalibi, of_rows = (dalibi,), (s,)
-        of_order = (int(ordered or (plan.shares_ends and shape.streamed_bytes > L2_BYTES)), None, None, None)
-        if ordered:
+        of_order = (int(plan.shares_ends and shape.streamed_bytes > L2_BYTES), None, None, None)
+        if want_dq and bound.deterministic:
             counters = torch.zeros(1 + batch * h * -(-s // block), dtype=torch.int32, device=q.device)
             of_order = (1, plan.turns, counters, min(ORDER_US + (timeout_us or 0), 2**31 - 1))
-        kernel = backward_kernel
-        switches: dict[str, Any] = {
-            "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct,
-            # bounds of keys are read behind the loops without a mask, through which what finds them stays in registers
-            "LATE_ADDRESSES": config.late_addresses or ordered, "DS_LAYOUT": descriptors.layout((tile, block), q.dtype),
-            "HELD": config.held if dot_only else 0, "SCORED": configs.scored_columns(d, columns[0]),
-            "V_SCORED": configs.scored_columns(dv, columns[1]),
-            # elsewhere the words would make loops without a mask spill
-            "MASK_BITS": dot_only and block == 128 and want_dq and returns is None,
-        }  # fmt: skip
-    else:
-        kernel = backward_dkv_wide_kernel
-        switches = {
-            "STAGES": config.stages, "HELD": config.held,
-            "P_LAYOUT": descriptors.layout((tile, block), q.dtype), "GRAD_LAYOUT": descriptors.layout((tile, 32), torch.float32),
-        }  # fmt: skip
     bound_launch.launch(
-        kernel,
+        backward_dkv_wide_kernel if is_wide else backward_kernel,
         (plan.programs,),
         (
             plan.work, plan.segments, plan.starts, None if returns is None else plan.tiles,
@@ -365,10 +337,7 @@ def launch_dkv(
             steps, heads_per_group, timeout_us,
             epochs, lo_st, hi_st, *of_order, *scale_and_cap(score), score.softmax_scale,
         ),
-        {
-            "D": columns[0], "DV": columns[1], "D_WIDTH": d, "DV_WIDTH": dv, "SOFTCAP": score.softcap > 0,
-            "ADD": out.accumulate_keys, "UNIT": unit, **switches,
-        },
+        _switches_of_dkv(bound, x, out, columns, unit, want_dq=want_dq, direct=direct, fused=returns is not None),
         num_warps=4,
         maxnreg=168,
     )  # fmt: skip
@@ -376,17 +345,64 @@ def launch_dkv(
     if total is not None and not direct:
         row_sums = RowSums(total, out.dq, dalibi, error, columns[0], score.softmax_scale, out.accumulate_rows)
     key_sums = None
-    if parts is not None and returns is not None:
-        width = d + dv
-        buffer_strides = (returns.rows * hk * width, hk * width, width)
-        target = (None, None, plan.split_tiles, returns.grad_buffers, *buffer_strides, *buffer_strides, hk, 0)
-        key_sums = KeySums(plan, parts, tile, columns, (d, dv), target)
-    elif parts is not None:
+    if parts is not None:
         target = (out.dk, out.dv, None, None, *sums_strides, hk, t)
+        if returns is not None:
+            buffer_strides = (returns.rows * hk * (d + dv), hk * (d + dv), d + dv)
+            target = (None, None, plan.split_tiles, returns.grad_buffers, *buffer_strides, *buffer_strides, hk, 0)
         key_sums = KeySums(plan, parts, tile, columns, (d, dv), target, out.accumulate_keys)
     finish_sums(key_sums, row_sums)
     if bias is not None:
         bias[2]()
+
+
+def _write_zeros(x: BackwardStep, out: Grads, returns: Returns | None, columns: int, *, want_dq: bool) -> None:
+    """The gradients of a launch without a visible pair, and delta where it is made here."""
+    if want_dq and not out.accumulate_rows:
+        _zero(out.dq, out.dalibi)
+    if not out.accumulate_keys:
+        _zero(out.dk, out.dv, out.dkey_bias)
+    if x.o is not None and not x.delta_made and x.delta.numel():
+        _prepare(x, None, columns, LOG2E, 0, math.inf)
+    if returns is not None:
+        batch, _, hk, d = x.k.shape
+        _clear_grad_buffers(returns.grad_buffers, returns.rows, key_rows(x), batch, hk * (d + x.v.shape[3]))
+        if returns.bias_grad_buffers is not None:
+            _clear_grad_buffers(returns.bias_grad_buffers, returns.rows, key_rows(x), batch * hk, 1)
+
+
+def _switches_of_dkv(
+    bound: BoundCall,
+    x: BackwardStep,
+    out: Grads,
+    columns: tuple[int, int],
+    unit: int,
+    *,
+    want_dq: bool,
+    direct: bool,
+    fused: bool,
+) -> dict[str, Any]:
+    """The compile-time arguments of the kernel that makes dk and dv: those of both kernels, then its own."""
+    d, dv = bound.dims
+    config, descriptors = bound.dkv[want_dq], bound.descriptors
+    both = {
+        "D": columns[0], "DV": columns[1], "D_WIDTH": d, "DV_WIDTH": dv, "SOFTCAP": x.score.softcap > 0,
+        "ADD": out.accumulate_keys, "UNIT": unit,
+    }  # fmt: skip
+    layout = descriptors.layout((config.tile, config.block), x.q.dtype)
+    if isinstance(config, configs.WideDkvConfig):
+        own: dict[str, Any] = {"STAGES": config.stages, "HELD": config.held, "P_LAYOUT": layout}
+        return both | own | {"GRAD_LAYOUT": descriptors.layout((config.tile, 32), torch.float32)}
+    plain = bound.is_plain
+    return both | {
+        "BM": config.block, "DOT_ONLY": plain, "WANT_DQ": want_dq, "SCALE_DQ": direct,
+        # bounds of keys are read behind the loops without a mask, through which what finds them stays in registers
+        "LATE_ADDRESSES": config.late_addresses or (want_dq and bound.deterministic), "DS_LAYOUT": layout,
+        "HELD": config.held if plain else 0, "SCORED": configs.scored_columns(d, columns[0]),
+        "V_SCORED": configs.scored_columns(dv, columns[1]),
+        # elsewhere the words would make loops without a mask spill
+        "MASK_BITS": plain and config.block == 128 and want_dq and not fused,
+    }  # fmt: skip
 
 
 def launch_dq(bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals | None = None) -> None:
