@@ -507,6 +507,61 @@ def _dalibi(out, b, h):
 
 
 @gluon.jit
+def _leave_sums(WHICH: gl.constexpr, at, dk, dv, dkey_bias, y_own, exists, dq_half, plan, out, score, mem, c):
+    """Scales the sums of a tile and leaves them where they belong: as a part, to the storer, to their owner, or as results."""
+    COLUMNS: gl.constexpr = c.D * c.BM // 128
+    # read again: kept through the loops it would cost registers there
+    again = hp.opaque(gl.to_tensor(at))
+    head, row, _, _, _, _, _, slot = hp.entry(plan.work, again)
+    b = head // plan.heads
+    h_kv = head % plan.heads
+    y = row + WHICH * HALF
+    dv = hp.lowered(dv, mem.q.dtype)
+    if out.error is not None:
+        health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
+        dk = dk * (score.softmax_scale * health)
+        dv = dv * health
+        dkey_bias = dkey_bias * health
+    else:
+        dk = dk * score.softmax_scale
+    if slot >= 0:
+        part_out = out.parts + gl.cast(slot, gl.int64) * (TILE * (c.D + c.DV))
+        hp.put(part_out, c.D, dk, WHICH * HALF, TILE, mem.columns, c.D, c.D, False)
+        hp.put(part_out + TILE * c.D, c.DV, dv, WHICH * HALF, TILE, mem.columns, c.DV, c.DV, False)
+    elif out.dk_desc is not None:
+        SUMS_LAYOUT: gl.constexpr = out.dk_desc.layout
+        _put_sums(WHICH, dk, mem.dq.index(WHICH), mem.q.dtype, SUMS_LAYOUT, c.D)
+        _put_sums(WHICH, dv, mem.dq.index(WHICH), mem.q.dtype, SUMS_LAYOUT, c.DV)
+    elif out.grad_buffers is not None:
+        side = plan.tiles + again * 4
+        begin = gl.load(side + 2)
+        own_rows = gl.load(side + 3) - begin
+        first_row = gl.cast(b, gl.int64) * out.grad_buffer_rows * plan.heads + h_kv
+        WIDTH: gl.constexpr = c.D_WIDTH + c.DV_WIDTH
+        grad_buffer = hp.grad_buffer_of(out.grad_buffers, gl.load(side), first_row, WIDTH)
+        stride = plan.heads * WIDTH
+        if c.WANT_DQ:
+            hp.sync(DQ_FREE + WHICH, 160)
+        CHUNK: gl.constexpr = COLUMNS if c.WANT_DQ else 32
+        hp.send_grads(grad_buffer, stride, dk, y - begin, own_rows, dq_half, 0, c.D_WIDTH, c.D, CHUNK)
+        hp.send_grads(grad_buffer + c.D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, c.DV_WIDTH, c.DV, CHUNK)
+    else:
+        dk_at = out.dk + (gl.cast(b, gl.int64) * out.dk_sb + gl.cast(h_kv, gl.int64) * out.dk_sh) * c.UNIT
+        dv_at = out.dv + (gl.cast(b, gl.int64) * out.dv_sb + gl.cast(h_kv, gl.int64) * out.dv_sh) * c.UNIT
+        hp.put(dk_at, out.dk_ss * c.UNIT, dk, y, plan.rows, mem.columns, c.D_WIDTH, c.D, c.ADD)
+        hp.put(dv_at, out.dv_ss * c.UNIT, dv, y, plan.rows, mem.columns, c.DV_WIDTH, c.DV, c.ADD)
+    if c.WANT_KEY_BIAS:
+        if slot >= 0:
+            gl.store(out.dkey_bias_parts + slot * TILE + (y_own - row), dkey_bias)
+        elif out.grad_buffers is not None:
+            side = plan.tiles + again * 4
+            line = hp.grad_buffer_of(out.dkey_bias, gl.load(side), head, out.grad_buffer_rows)
+            gl.store(line + (y_own - gl.load(side + 2)), dkey_bias, mask=exists)
+        else:
+            gl.store(out.dkey_bias + gl.cast(head, gl.int64) * plan.rows + y_own, dkey_bias, mask=exists)
+
+
+@gluon.jit
 def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
     COLUMNS: gl.constexpr = c.D * c.BM // 128
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BM, 16])
@@ -518,7 +573,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
     taken = 0
     dq_half = mem.dq.index(WHICH).reshape([64, COLUMNS]) if c.WANT_DQ else None
     for i in range(at, last):
-        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(plan, i)
+        head, row, segment, masked, full, _masked_blocks, full_blocks, _slot = _tile(plan, i)
         b = head // plan.heads
         h_kv = head % plan.heads
         y = row + WHICH * HALF
@@ -553,7 +608,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
             if (late == 0) == (plan.turns is None):
                 if plan.turns is not None:
                     # read again, as below
-                    head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(
+                    head, row, segment, masked, full, _masked_blocks, full_blocks, _slot = _tile(
                         plan, hp.opaque(gl.to_tensor(i))
                     )
                     b = head // plan.heads
@@ -601,55 +656,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
                             count += 1
 
         mbarrier.arrive(mem.kv_free.index(0), count=1)
-        # read again: kept through the loops it would cost registers there
-        again = hp.opaque(gl.to_tensor(i))
-        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = hp.entry(plan.work, again)
-        b = head // plan.heads
-        h_kv = head % plan.heads
-        y = row + WHICH * HALF
-        dv = hp.lowered(dv, mem.q.dtype)
-        if out.error is not None:
-            health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
-            dk = dk * (score.softmax_scale * health)
-            dv = dv * health
-            dkey_bias = dkey_bias * health
-        else:
-            dk = dk * score.softmax_scale
-        if slot >= 0:
-            part_out = out.parts + gl.cast(slot, gl.int64) * (TILE * (c.D + c.DV))
-            hp.put(part_out, c.D, dk, WHICH * HALF, TILE, mem.columns, c.D, c.D, False)
-            hp.put(part_out + TILE * c.D, c.DV, dv, WHICH * HALF, TILE, mem.columns, c.DV, c.DV, False)
-        elif out.dk_desc is not None:
-            SUMS_LAYOUT: gl.constexpr = out.dk_desc.layout
-            _put_sums(WHICH, dk, mem.dq.index(WHICH), mem.q.dtype, SUMS_LAYOUT, c.D)
-            _put_sums(WHICH, dv, mem.dq.index(WHICH), mem.q.dtype, SUMS_LAYOUT, c.DV)
-        elif out.grad_buffers is not None:
-            side = plan.tiles + again * 4
-            begin = gl.load(side + 2)
-            own_rows = gl.load(side + 3) - begin
-            first_row = gl.cast(b, gl.int64) * out.grad_buffer_rows * plan.heads + h_kv
-            WIDTH: gl.constexpr = c.D_WIDTH + c.DV_WIDTH
-            grad_buffer = hp.grad_buffer_of(out.grad_buffers, gl.load(side), first_row, WIDTH)
-            stride = plan.heads * WIDTH
-            if c.WANT_DQ:
-                hp.sync(DQ_FREE + WHICH, 160)
-            CHUNK: gl.constexpr = COLUMNS if c.WANT_DQ else 32
-            hp.send_grads(grad_buffer, stride, dk, y - begin, own_rows, dq_half, 0, c.D_WIDTH, c.D, CHUNK)
-            hp.send_grads(grad_buffer + c.D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, c.DV_WIDTH, c.DV, CHUNK)
-        else:
-            dk_at = out.dk + (gl.cast(b, gl.int64) * out.dk_sb + gl.cast(h_kv, gl.int64) * out.dk_sh) * c.UNIT
-            dv_at = out.dv + (gl.cast(b, gl.int64) * out.dv_sb + gl.cast(h_kv, gl.int64) * out.dv_sh) * c.UNIT
-            hp.put(dk_at, out.dk_ss * c.UNIT, dk, y, plan.rows, mem.columns, c.D_WIDTH, c.D, c.ADD)
-            hp.put(dv_at, out.dv_ss * c.UNIT, dv, y, plan.rows, mem.columns, c.DV_WIDTH, c.DV, c.ADD)
-        if c.WANT_KEY_BIAS:
-            if slot >= 0:
-                gl.store(out.dkey_bias_parts + slot * TILE + (y_own - row), dkey_bias)
-            elif out.grad_buffers is not None:
-                side = plan.tiles + again * 4
-                line = hp.grad_buffer_of(out.dkey_bias, gl.load(side), head, out.grad_buffer_rows)
-                gl.store(line + (y_own - gl.load(side + 2)), dkey_bias, mask=exists)
-            else:
-                gl.store(out.dkey_bias + gl.cast(head, gl.int64) * plan.rows + y_own, dkey_bias, mask=exists)
+        _leave_sums(WHICH, i, dk, dv, dkey_bias, y_own, exists, dq_half, plan, out, score, mem, c)
         taken += 1
 
 
