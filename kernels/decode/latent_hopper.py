@@ -30,7 +30,6 @@ Note [fp8 tiles]
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
 # pyright: reportOperatorIssue=false
-# (the compiler of kernels fills in builders, folds constants and drops the branches that they close)
 from collections import namedtuple
 
 from torch import Tensor
@@ -52,6 +51,7 @@ from ringattn.kernels.attention.hopper.primitives import (
     hide,
     opaque,
     operand_of,
+    panel_of,
     scaled_unless_one,
     sync,
 )
@@ -151,12 +151,6 @@ def _producer(work, src, mem, c):
 
 
 @gluon.jit
-def _panel(buffer, i):
-    """Return a panel of a buffer as rows x columns."""
-    return buffer.index(i).reshape([buffer.shape[3], buffer.shape[4]])
-
-
-@gluon.jit
 def _finite_numbers(x):
     """fp8 numbers in bf16, four at a time; NaN becomes 480.
 
@@ -229,8 +223,8 @@ def _first_scores(INDEX: gl.constexpr, parity, mem, c):
     mbarrier.wait(mem.full.index(3 * INDEX), parity)
     if c.FP8 is not None:
         _widen(INDEX, mem.k.index(3 * INDEX + zero), c.FP8, True)
-    k = _panel(mem.k, 3 * INDEX + zero)
-    return warpgroup_mma(_panel(mem.q, INDEX + zero), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    k = panel_of(mem.k, 3 * INDEX + zero)
+    return warpgroup_mma(panel_of(mem.q, INDEX + zero), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -240,11 +234,11 @@ def _continue_scores(INDEX: gl.constexpr, parity, token, mem, c):
     mbarrier.wait(mem.full.index(1 + INDEX), parity)
     if c.FP8 is not None:
         _widen(INDEX, mem.k.index(1 + INDEX + zero), c.FP8, True)
-    k = _panel(mem.k, 1 + INDEX + zero)
-    token = warpgroup_mma(_panel(mem.q, 1 - INDEX + zero), k.permute((1, 0)), token, is_async=True)
+    k = panel_of(mem.k, 1 + INDEX + zero)
+    token = warpgroup_mma(panel_of(mem.q, 1 - INDEX + zero), k.permute((1, 0)), token, is_async=True)
     if c.FP8 is not None:
         _widen(INDEX, mem.k_other.index(INDEX + zero), c.FP8_OTHER, False)
-    k = _panel(mem.k_other, INDEX)
+    k = panel_of(mem.k_other, INDEX)
     q = mem.q_other.reshape([KEYS, KEYS])
     return warpgroup_mma(q, k.permute((1, 0)), token, is_async=True)
 
@@ -287,8 +281,8 @@ def _take_tile(INDEX: gl.constexpr, t, m_i, l_i, acc, table, mem, c):
     m_new = mem.tops.index(STAGE).load(rows)
     alpha = gl.exp2(m_i - _reference(m_new))
     mbarrier.wait(mem.full.index(2 * STAGE + INDEX), t // 2 & 1)
-    values = _panel(mem.k, 2 * STAGE + INDEX)
-    product = _begin_sums(INDEX, _panel(mem.k_other, STAGE), values, length, acc, alpha)
+    values = panel_of(mem.k, 2 * STAGE + INDEX)
+    product = _begin_sums(INDEX, panel_of(mem.k_other, STAGE), values, length, acc, alpha)
     return product, m_new, l_i * alpha
 
 
@@ -357,11 +351,11 @@ def _own_tile(INDEX: gl.constexpr, t, s, m_i, l_i, acc, bounds, work, score, tab
         own = INDEX + opaque(gl.to_tensor(0))
     else:
         own = INDEX
-    _panel(mem.k_other, own).store(weights)
+    panel_of(mem.k_other, own).store(weights)
     mem.tops.index(own).store(m_new)
     fence_async_shared()
     arrive(READY + INDEX, BOTH)
-    values = _panel(mem.k, 3 * INDEX)
+    values = panel_of(mem.k, 3 * INDEX)
     product = _begin_sums(INDEX, operand_of(weights, mem.k), values, length, acc, alpha)
     if mem.sizes is None:
         l_i = l_i * alpha + gl.sum(p, 1)

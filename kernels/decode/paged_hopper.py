@@ -22,7 +22,6 @@ Note [Halves]
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
 # pyright: reportOperatorIssue=false
-# (the compiler of kernels fills in builders, folds constants and drops the branches that they close)
 from collections import namedtuple
 
 import torch
@@ -34,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ringattn.kernels.attention.arguments import scale_and_cap
 from ringattn.kernels.attention.hopper.descriptors import Descriptors
-from ringattn.kernels.attention.hopper.primitives import LOG2E, sync
+from ringattn.kernels.attention.hopper.primitives import LOG2E, panel_of, sync
 from ringattn.kernels.decode.configs import PAGED_HOPPER
 from ringattn.kernels.decode.decode_triton import plan_shares
 from ringattn.kernels.decode.dispatch import FP8, DecodeCall, check_decode
@@ -77,12 +76,6 @@ def _fill(pools, mem, page, h_kv, hk, row, stage, c):
 
 
 @gluon.jit
-def _panel(buffer, i):
-    """Return a panel of a buffer as rows x columns."""
-    return buffer.index(i).reshape([buffer.shape[3], buffer.shape[4]])
-
-
-@gluon.jit
 def _numbers(x, SECOND: gl.constexpr):
     """Of each two int16 the bytes of the first, or of the second, as e4m3 numbers in fp16, which holds all of them."""
     if SECOND:
@@ -104,12 +97,12 @@ def _scores(q, mem, stage, c, MMA: gl.constexpr):
     first: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     s = gl.zeros([KEYS, c.M], gl.float32, MMA)
     if c.FP8:
-        k = _panel(mem.k, stage).load(first)
+        k = panel_of(mem.k, stage).load(first)
         s = mma_v2(_numbers(k, False), q[0], s)
         s = mma_v2(_numbers(k, True), q[1], s)
     else:
-        s = mma_v2(_panel(mem.k, 2 * stage).load(first), q[0], s)
-        s = mma_v2(_panel(mem.k, 2 * stage + 1).load(first), q[1], s)
+        s = mma_v2(panel_of(mem.k, 2 * stage).load(first), q[0], s)
+        s = mma_v2(panel_of(mem.k, 2 * stage + 1).load(first), q[1], s)
     return s
 
 
@@ -120,15 +113,15 @@ def _add_values(acc, weights, mem, stage, length, c, MMA: gl.constexpr):
     panels: gl.constexpr = 1 if c.FP8 else 2
     if length < KEYS:
         for i in gl.static_range(panels):
-            _clear(_panel(mem.v, panels * stage + i), length)
+            _clear(panel_of(mem.v, panels * stage + i), length)
     weights = gl.convert_layout(weights.to(c.DTYPE), gl.DotOperandLayout(1, MMA, 2))
     if c.FP8:
-        v = _sort_bytes(_panel(mem.v, stage).permute((1, 0)).load(first))
+        v = _sort_bytes(panel_of(mem.v, stage).permute((1, 0)).load(first))
         one = mma_v2(_numbers(v, False), weights, acc[0])
         other = mma_v2(_numbers(v, True), weights, acc[1])
     else:
-        one = mma_v2(_panel(mem.v, 2 * stage).permute((1, 0)).load(first), weights, acc[0])
-        other = mma_v2(_panel(mem.v, 2 * stage + 1).permute((1, 0)).load(first), weights, acc[1])
+        one = mma_v2(panel_of(mem.v, 2 * stage).permute((1, 0)).load(first), weights, acc[0])
+        other = mma_v2(panel_of(mem.v, 2 * stage + 1).permute((1, 0)).load(first), weights, acc[1])
     return one, other
 
 

@@ -255,11 +255,17 @@ def load_panels(local, remote, step, b, h, row, full, buffer, stage, PANELS: gl.
 
 
 @gluon.jit
+def panel_of(buffer, i):
+    """Return a panel of a buffer as rows x columns."""
+    return buffer.index(i).reshape([buffer.shape[3], buffer.shape[4]])
+
+
+@gluon.jit
 def panels_of(buffer, stage, PANELS: gl.constexpr):
     """Return the panels of a stage as rows x columns each."""
     panels = ()
     for i in gl.static_range(PANELS):
-        panels += (buffer.index(stage * PANELS + i).reshape([buffer.shape[3], buffer.shape[4]]),)
+        panels += (panel_of(buffer, stage * PANELS + i),)
     return panels
 
 
