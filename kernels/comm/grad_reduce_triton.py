@@ -1,7 +1,6 @@
 """Sum of the gradients of keys over the ranks that read them, in one Triton launch; the sums are those of `grad_reduce`."""
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ Note [Mailboxes]
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ Note [Two tiles of latents]
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 

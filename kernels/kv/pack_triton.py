@@ -4,7 +4,6 @@ Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tens
 """
 
 # pyright: reportArgumentType=false
-# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Rows into pages and out of them, in one Triton launch for keys and values. `kernels.kv.pages` has the torch version."""
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Merge of a stack of fp32 partials in one Triton launch; `kernels.partials.merge` has the formula."""
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 

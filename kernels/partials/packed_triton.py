@@ -1,7 +1,6 @@
 """Merging and finishing packed parts in one Triton launch each (Note [Packed parts] of kernels.partials.packed)."""
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 

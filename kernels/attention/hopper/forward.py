@@ -29,7 +29,6 @@ Note [Pipeline]
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
 # pyright: reportOperatorIssue=false
-# (the compiler of kernels fills in builders, folds constants and drops the branches that they close)
 from collections import namedtuple
 
 from triton.experimental import gluon
