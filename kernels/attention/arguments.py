@@ -31,12 +31,14 @@ def per_batch(x: Tensor | None) -> int:
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
-def bound_strides(x: Tensor, side: RowMetadata | GatheredKeys) -> tuple[int, int | None]:
-    """Return the strides of batch elements and of terms of a side's `lo` or `hi`; None: one interval is all of the mask."""
-    of = side.sides[0] if isinstance(side, GatheredKeys) else side
-    batches = x.shape[0] // of.terms
-    term = None if of.terms == 1 and of.patterns is None else batches * x.stride(0)
-    return (0 if batches == 1 else x.stride(0)), term
+def bound_strides(side: RowMetadata | GatheredKeys) -> tuple[int, int, int | None, int | None]:
+    """Return the kernels' `lo_sb`, `hi_sb`, `lo_st` and `hi_st`: strides of batch elements, and of terms if there are several."""
+    of, lo, hi = side.sides[0] if isinstance(side, GatheredKeys) else side, side.lo.stride(0), side.hi.stride(0)
+    batches = side.lo.shape[0] // of.terms
+    lo_sb, hi_sb = (0, 0) if batches == 1 else (lo, hi)
+    if of.terms == 1 and of.patterns is None:
+        return lo_sb, hi_sb, None, None
+    return lo_sb, hi_sb, batches * lo, batches * hi
 
 
 def scale_and_cap(score: Score) -> tuple[float, float]:

@@ -204,5 +204,5 @@ def splits(
 
 @functools.lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Of a GPU; a few on a CPU, where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -438,7 +438,7 @@ def _sharing(call: DecodeCall, splits: int, config: DecodeConfig | None) -> tupl
     if config is None:
         kind, rows = kind_of(q.device), s * h // hk
         config = decode_configs.choose(kind, v.element_size(), max(d, dv), rows, latent=call.latent)
-    sms = decode_configs.multiprocessors(q.device) if q.is_cuda else 4
+    sms = decode_configs.multiprocessors(q.device)
     many = s * h // hk > decode_configs.MANY_ROWS
     # the caller of many rows has counted rounds already: the height of its stack is what it wants
     slots = b * splits if many else decode_configs.slots(s, h, hk, sms, config)

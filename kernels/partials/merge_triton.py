@@ -54,11 +54,6 @@ def merging(parts: int, rows: int, dv: int, programs: int) -> Tile:
     return Tile(held, columns, warps, together(parts, held * columns, warps))
 
 
-def programs_of(x: Tensor) -> int:
-    """Programs that fill the device of a tensor."""
-    return multiprocessors(x.device) if x.is_cuda else 4
-
-
 def together(parts: int, numbers: int, warps: int) -> int:
     """Number of parts that a program reads at once, when it holds so many numbers of each.
 
@@ -165,7 +160,7 @@ def merge_into(
 ) -> None:
     """`kernels.partials.merge.merge_stack` for fp32 partials, into top `r` (lse, when finishing), total `r` and acc `r dv`."""
     parts, rows, dv = o.shape
-    tile = merging(parts, rows, dv, programs_of(o))
+    tile = merging(parts, rows, dv, multiprocessors(o.device))
     if rows:
         bound_launch.launch(
             _merge_stack_kernel,

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.partials.merge_triton import merge_into, merge_rows, merging, normalise, programs_of
+from ringattn.kernels.decode.configs import multiprocessors
+from ringattn.kernels.partials.merge_triton import merge_into, merge_rows, merging, normalise
 from ringattn.kernels.partials.packed import views
 from ringattn.kernels.runtime import bound_launch
 
@@ -67,7 +68,7 @@ def merge_parts(stack: Tensor, out: Tensor, rows: int, dv: int) -> None:
 def finish_parts(stack: Tensor, rows: int, dv: int, sinks: Tensor | None, o: Tensor, lse: Tensor) -> None:
     """`kernels.partials.packed.finish_parts` on a GPU."""
     _, heads, queries = lse.shape
-    tile = merging(stack.shape[0], rows, dv, programs_of(stack))
+    tile = merging(stack.shape[0], rows, dv, multiprocessors(stack.device))
     if rows:
         bound_launch.launch(
             _finish_parts_kernel,

@@ -390,7 +390,7 @@ def _launch(x: _View, block_size: int | None, per_thread: int = 16) -> tuple[Lau
         x.inner,
         unit_columns=x.strides[1] == 1,
         itemsize=x.flat.element_size(),
-        num_sms=multiprocessors(x.flat.device) if x.flat.is_cuda else 4,
+        num_sms=multiprocessors(x.flat.device),
         block_size=block_size,
         per_thread=per_thread,
     )

@@ -148,7 +148,7 @@ def launch_forward(bound: BoundCall, step: Step, arrivals: Arrivals | None) -> N
         m, l = workspace(q, plan.slots, tile), workspace(q, plan.slots, tile)  # noqa: E741
         parts = (m, l, workspace(q, plan.slots, tile, v_columns))
     o_unit, acc_unit = store_unit(o, 8), 1 if acc is None else store_unit(acc, 4)
-    (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(rows.lo, rows), bound_strides(rows.hi, rows)
+    lo_sb, hi_sb, lo_st, hi_st = bound_strides(rows)
     pairs = (*pair(lse), *pair(state[0]), *pair(state[1]))
     bound_launch.launch(
         forward_kernel,
@@ -300,7 +300,7 @@ def launch_dkv(
     unit = 8 if all(stride % 8 == 0 for stride in sums_strides) else 1
     grad_buffers, grad_buffer_rows = (None, None) if returns is None else (returns.grad_buffers, returns.rows)
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) else None
-    (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(x.keys.lo, x.keys), bound_strides(x.keys.hi, x.keys)
+    lo_sb, hi_sb, lo_st, hi_st = bound_strides(x.keys)
     # what only the kernel with dq is given: tiles of its sums, dalibi, the rows of q, and the order of blocks
     of_tiles: tuple[Any, ...] = ()
     of_dalibi: tuple[Any, ...] = ()
@@ -437,7 +437,7 @@ def launch_dq(bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals 
     if plan.programs == 0:
         return
     board, epochs = progress_board(plan, shape, (d + dv) * q.element_size(), q.device, bound.programs)
-    (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(x.rows.lo, x.rows), bound_strides(x.rows.hi, x.rows)
+    lo_sb, hi_sb, lo_st, hi_st = bound_strides(x.rows)
     part = dalibi_part = None
     if plan.slots:
         part = workspace(q, plan.slots, DQ_TILE, columns[0])

@@ -7,7 +7,6 @@ rows lie too far apart and, with a key bias that wants a gradient, one sum per k
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -74,18 +73,18 @@ class PortableKernels(KernelSet):
         tiles = -(-s // config.block_m)
         per_head = t * (d + dv) * k.element_size() * hk // h
         carry_m, carry_l, carry_acc = (carry.m, carry.l, carry.acc) if carry is not None else (None, None, None)
-        with _device(q):
+        with torch.cuda.device_of(q):
             _forward[(tiles * batch * h,)](
                 q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), o, lse, carry_m, carry_l, carry_acc,
                 rows.positions, rows.lo, rows.hi, keys.runs, score.sinks, score.alibi_slopes, score.key_bias, score.bias,
                 *strides(q), *strides(k), *strides(v), *strides(o), *strides(carry_acc),
-                *pair(lse), *pair(carry_m), *pair(carry_l), *_per_batch(rows), per_batch(score.key_bias),
+                *pair(lse), *pair(carry_m), *pair(carry_l), *bound_strides(rows)[:2], per_batch(score.key_bias),
                 *_bias_strides(score.bias),
                 batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
                 *scale_and_cap(score), *_dropout(score), *_cuts(rows),
                 BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
                 FIRST=first, LAST=last, DOT_ONLY=is_dot_only(score), SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0,
-                TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=self._precision, num_warps=config.num_warps, num_stages=config.num_stages,
+                TMA=tma, SAME_STRIDE=k.stride(1) == v.stride(1), PRECISION=self._precision, num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
 
     def backward(self, step: BackwardStep, grads: Grads) -> None:
@@ -115,18 +114,18 @@ class PortableKernels(KernelSet):
                 partial = torch.empty((batch, hk, t), dtype=torch.float32, device=q.device)
                 if grads.accumulate_keys:
                     partial.zero_()  # tiles that see nothing return at once
-            with _device(q):
+            with torch.cuda.device_of(q):
                 _keys[(tiles * batch * hk,)](
                     _streamed(do, config.block_m, tma), _streamed(q, config.block_m, tma), k, v,
                     _listed(lse2, config.block_m, tma), _listed(each_delta, config.block_m, tma), grads.dk, grads.dv,
                     partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
                     *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dk), *strides(grads.dv),
-                    lse2.shape[2], *_per_batch(keys), per_batch(score.key_bias), *_bias_strides(score.bias),
+                    lse2.shape[2], *bound_strides(keys)[:2], per_batch(score.key_bias), *_bias_strides(score.bias),
                     batch * hk, hk, h // hk, t, len(rows.run_list) * keys.terms if s else 0, tiles, _sweep(per_head, batch * hk),
                     score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(keys),
                     BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
                     ADD=grads.accumulate_keys, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-                    SAME_STRIDE=_same_stride(q, do), PRECISION=self._precision, num_warps=config.num_warps, num_stages=config.num_stages,
+                    SAME_STRIDE=q.stride(1) == do.stride(1), PRECISION=self._precision, num_warps=config.num_warps, num_stages=config.num_stages,
                 )  # fmt: skip
             if grads.dkey_bias is not None and partial is not None:
                 if grads.accumulate_keys:
@@ -138,18 +137,18 @@ class PortableKernels(KernelSet):
             tma = config.tma and _describable(k) and _describable(v)
             tiles = -(-s // config.block_m)
             per_head = t * (d + dv) * k.element_size() * hk // h
-            with _device(q):
+            with torch.cuda.device_of(q):
                 _rows[(tiles * batch * h,)](
                     do, q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), lse, delta, grads.dq, grads.dalibi,
                     grads.dbias, rows.positions, rows.lo, rows.hi, keys.runs, score.alibi_slopes, score.key_bias, score.bias,
                     *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dq),
-                    *pair(lse), *pair(delta), *pair(grads.dalibi), *_per_batch(rows), per_batch(score.key_bias),
+                    *pair(lse), *pair(delta), *pair(grads.dalibi), *bound_strides(rows)[:2], per_batch(score.key_bias),
                     *_bias_strides(score.bias), *_bias_strides(grads.dbias),
                     batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
                     score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(rows),
                     BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
                     ADD=grads.accumulate_rows, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-                    SAME_STRIDE=_same_stride(k, v), PRECISION=self._precision, num_warps=config.num_warps, num_stages=config.num_stages,
+                    SAME_STRIDE=k.stride(1) == v.stride(1), PRECISION=self._precision, num_warps=config.num_warps, num_stages=config.num_stages,
                 )  # fmt: skip
 
 
@@ -183,16 +182,11 @@ def _dropout(score: Score) -> tuple[int, int, int, float]:
     return _signed(seed), _signed(seed >> 32), _signed(threshold), 1 / (1 - score.dropout_p)
 
 
-def _per_batch(side: RowMetadata) -> tuple[int, int]:
-    """The kernels' `lo_sb` and `hi_sb`."""
-    return bound_strides(side.lo, side)[0], bound_strides(side.hi, side)[0]
-
-
 def _cuts(side: RowMetadata) -> tuple[Any, ...]:
     """The kernels' `term_count` to `block_size`; None where absent."""
     if side.terms == 1 and side.patterns is None:
         return (None,) * 8
-    strides = [bound_strides(x, side)[1] for x in (side.lo, side.hi)]
+    _, _, *strides = bound_strides(side)
     patterns = side.patterns
     if patterns is None:
         return side.terms, *strides, *(None,) * 5
@@ -235,15 +229,5 @@ def _listed(x: Tensor, block: int, tma: bool) -> Any:
     return TensorDescriptor(x, [x.numel()], [1], [block]) if tma else x
 
 
-def _same_stride(x: Tensor, y: Tensor) -> bool:
-    return x.stride(1) == y.stride(1)
-
-
 def _bias_strides(x: Tensor | None) -> tuple[int, int, int, int]:
     return (0, 0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2), x.stride(3))
-
-
-def _device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    if not x.is_cuda or torch.cuda.current_device() == x.device.index:
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
