@@ -42,7 +42,7 @@ def bound_strides(side: RowMetadata | GatheredKeys) -> tuple[int, int, int | Non
 
 
 def scale_and_cap(score: Score) -> tuple[float, float]:
-    """Return the kernels' `scale` and `cap`, in log2 units."""
+    """Return `scale` and `cap` of all kernels: in log2 units scores are q . k * scale, or cap * tanh(q . k * scale)."""
     if score.softcap > 0:
         return score.softmax_scale / score.softcap, score.softcap * LOG2E
     return score.softmax_scale * LOG2E, 0.0

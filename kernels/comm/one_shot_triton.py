@@ -243,9 +243,7 @@ def one_shot(
         "TOGETHER": together(stack.shape[0], per_program * columns, WARPS),
     }  # fmt: skip
     height, height_stride = stack.shape[0], stack.stride(0)
-    args = (
-        stack, sinks, o, lse, table, height, height_stride, rank, rows, heads, queries, dv, slot, timeout_us,
-    )  # fmt: skip
+    args = (stack, sinks, o, lse, table, height, height_stride, rank, rows, heads, queries, dv, slot, timeout_us)
     bound_launch.launch(_one_shot_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)
 
 

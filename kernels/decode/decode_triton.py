@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.attention.arguments import LOG2E, padded, pair, scale_and_cap
+from ringattn.kernels.attention.arguments import padded, pair, scale_and_cap
 from ringattn.kernels.attention.portable.configs import kind_of
 from ringattn.kernels.attention.portable.scores import score as score_of
 from ringattn.kernels.decode import configs as decode_configs
@@ -513,7 +513,6 @@ def decode(
         k, v = k.view(torch.int16), v.view(torch.int16)  # Note [Bytes in pairs]
     block_m, tiles = decode_configs.row_tiles(s, h // hk, config.block_m)
     programs = min(finer * slots + b, b * splits) * hk * tiles
-    scale, _ = scale_and_cap(score)
     options = {"num_warps": config.num_warps} | ({} if config.maxnreg is None else {"maxnreg": config.maxnreg})
     k_bytes, v_bytes = bytes_of(None if not q.is_cuda else torch.cuda.get_device_capability(q.device))
     fp32_on_gpu = q.dtype == torch.float32 and kind.startswith("sm")
@@ -524,7 +523,7 @@ def decode(
             q, k, v, k_scale, v_scale, table.pages, table.starts, table.lengths, table.counts, lo, hi, positions,
             score.alibi_slopes, split_plan, parts, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *pair(k_scale),
             *pair(v_scale), parts.stride(0), lo.stride(0), hi.stride(0), positions.stride(0), table.pages.stride(0),
-            b, s, hk, h // hk, tiles, slots, splits, least, b * s * h, scale, score.softcap * LOG2E,
+            b, s, hk, h // hk, tiles, slots, splits, least, b * s * h, *scale_and_cap(score),
         ),
         {
             "PAGE": page_size, "BLOCK_M": block_m, "BLOCK_N": min(config.block_n, page_size), "D": columns, "D_WIDTH": d,

@@ -482,9 +482,8 @@ def latent_kernel(
 ):  # fmt: skip
     """The partial of 64 rows over one share of blocks. Strides are in elements.
 
-    `rows` are those of a request, its tokens times `heads`. `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale /
-    softcap; `cap` is softcap * log2(e). q and k are descriptors of panels of HALF columns, q_other and k_other of 64; sizes
-    is that of the scales of fp8 rows, or None.
+    `rows` are those of a request, its tokens times `heads`. q and k are descriptors of panels of HALF columns, q_other and k_other
+    of 64; sizes is that of the scales of fp8 rows, or None.
     """
     q_s = gl.allocate_shared_memory(q.dtype, [2] + q.block_type.shape, q.layout)  # noqa: RUF005
     q_other_s = gl.allocate_shared_memory(q.dtype, q_other.block_type.shape, q_other.layout)

@@ -289,8 +289,7 @@ def paged_kernel(
 ):  # fmt: skip
     """`_decode_share` in shared memory of its own. Strides are in elements; `rows` are those of a key head.
 
-    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). k and v are
-    descriptors of panels of D / 2 and DV / 2 numbers of 16 bits; k_size and v_size those of scales, or None.
+    k and v are descriptors of panels of D / 2 and DV / 2 numbers of 16 bits; k_size and v_size those of scales, or None.
     """
     panels: gl.constexpr = STAGES if k_size is not None else 2 * STAGES
     k_s = gl.allocate_shared_memory(k.dtype, [panels] + k.block_type.shape, k.layout)  # noqa: RUF005

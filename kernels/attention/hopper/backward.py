@@ -699,8 +699,7 @@ def backward_kernel(
     the dtype of their tensors, whose strides are in units of UNIT elements, or, where the tensors of the dtype of q are
     described by `dk_desc` and `dv_desc`, stored by the copy engine; `parts` takes those of split tiles, `slots
     128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the
-    addresses of regions `b hk grad_buffer_rows`), and `dkey_bias_parts` `slots 128`. `scale` is softmax_scale * log2(e), or under
-    SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
+    addresses of regions `b hk grad_buffer_rows`), and `dkey_bias_parts` `slots 128`.
 
     Of a fused call only (Note [Tiles of several owners]; otherwise None): `tiles` of the plan, `k_remote` and `v_remote`, and
     `grad_buffers`, the addresses of regions of `grad_buffer_rows` rows, in place of dk_out and dv_out; bounds and positions of

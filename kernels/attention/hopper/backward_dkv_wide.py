@@ -459,9 +459,7 @@ def backward_dkv_wide_kernel(
     (under ADD: added to) in the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of
     split tiles, `64 D` and `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused
     call the addresses of regions `b hk grad_buffer_rows`), `dkey_bias_parts` `slots 64`. What is of fused calls is as in
-    `backward_kernel`.
-    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). dP of
-    the next block is made beside dk of this one.
+    `backward_kernel`. dP of the next block is made beside dk of this one.
     """
     P_TILES: gl.constexpr = 2 * P_STAGES if SOFTCAP and dkey_bias_out is not None else P_STAGES
     PANELS: gl.constexpr = D // q_desc.block_type.shape[3]

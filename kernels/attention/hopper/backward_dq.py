@@ -312,9 +312,8 @@ def backward_dq_kernel(
     """Make dq and dalibi of the tiles of this program.
 
     `lse` (natural log), `delta` and `dalibi_out` are `b h s`; `dq_out` is `b s h d`, its strides counted in UNIT elements,
-    so that the compiler sees when pairs of columns are aligned. `scale` is softmax_scale * log2(e), or under SOFTCAP
-    softmax_scale / softcap, `cap` softcap * log2(e). `part` (`slots 128 D`) and `dalibi_part` take unscaled sums of tiles
-    that were split.
+    so that the compiler sees when pairs of columns are aligned. `part` (`slots 128 D`) and `dalibi_part` take unscaled sums of
+    tiles that were split.
     """
     PANELS: gl.constexpr = D // q_desc.block_type.shape[3]
     V_PANELS: gl.constexpr = DV // do_desc.block_type.shape[3]

@@ -729,10 +729,9 @@ def forward_kernel(
 ):  # fmt: skip
     """Works through starts[p] .. starts[p + 1] of `work`; absent tensors are None.
 
-    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). DOT_ONLY: the
-    score is q . k times a positive scale, which is folded into the exponent. Strides of o and carry_acc are counted in
-    O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be. `keys` are the numbers of key_bias for
-    one batch element; where keys are gathered, those of the remote buffer begin at local_rows. Key heads come in groups of
+    DOT_ONLY: the score is q . k times a positive scale, which is folded into the exponent. Strides of o and carry_acc are counted
+    in O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be. `keys` are the numbers of key_bias for one
+    batch element; where keys are gathered, those of the remote buffer begin at local_rows. Key heads come in groups of
     flag_heads; flags has flag_steps columns. Note [Pipeline].
     """
     q_s = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS * PANELS] + q.block_type.shape, q.layout)  # noqa: RUF005

@@ -30,10 +30,7 @@ def tanh(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def score(qk, q_pos, k_pos, slope, key_bias, bias, scale, cap, SOFTCAP: tl.constexpr, PRECISE: tl.constexpr):
-    """(score in log2 units, its tanh) of a tile of q . k; the tanh means something only under SOFTCAP.
-
-    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
-    """
+    """(score in log2 units, its tanh) of a tile of q . k; the tanh means something only under SOFTCAP."""
     t = qk
     s = qk * scale
     if SOFTCAP:
