@@ -487,10 +487,8 @@ def plan_shares(call: DecodeCall, splits: int, config: DecodeConfig) -> Tensor:
     return shares
 
 
-def decode(
-    call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None, config: DecodeConfig | None = None
-) -> None:
-    """`kernels.decode.dispatch.decode`, with a configuration of the caller's choice in place of the table's."""
+def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None) -> None:
+    """`kernels.decode.dispatch.decode`."""
     check_decode(call, parts)
     q, k, v, table, lo, hi, positions, score, k_scale, v_scale = call
     b, s, h, d = q.shape
@@ -498,7 +496,7 @@ def decode(
     if b == 0:
         return
     kind, splits = kind_of(q.device), parts.shape[0]
-    config, slots, least, finer = _sharing(call, splits, config)
+    config, slots, least, finer = _sharing(call, splits, None)
     latent = call.latent
     if latent:
         k, d = k[..., dv:], d - dv  # Note [Two tiles of latents]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ringattn.kernels.decode import configs as decode_configs
 from ringattn.kernels.decode.configs import DecodeConfig
 from ringattn.kernels.decode.dispatch import decode, parts_len, select_decode_kernel
 from tests.support.decode_bytes import assert_bytes_are_numbers
@@ -146,12 +147,11 @@ def test_pages_outside_the_window_are_not_looked_at() -> None:
 @pytest.mark.parametrize(
     "config", [DecodeConfig(16, 1, 1, 3, block_m=16), DecodeConfig(64, 1, 1, 1), DecodeConfig(32, 1, 1, 7)], ids=str
 )
-def test_any_configuration_is_exact(config: DecodeConfig) -> None:
-    from ringattn.kernels.decode import decode_triton
-
+def test_any_configuration_is_exact(config: DecodeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_configs, "choose", lambda *args, **kwargs: config)
     scene = make_scene(Case(lengths=(300, 90), tokens=7, heads=8, kv_heads=2, head_dim=16, page_size=64))
     parts = empty_parts(scene, 5)
-    decode_triton.decode(scene.call(), parts, config=config)
+    decode(scene.call(), parts, impl="portable")
     assert_exact(scene, parts)
 
 
