@@ -1,19 +1,16 @@
 """Draw the layouts and masks of the documentation from the library itself: docs/drawings/*.svg.
 
-    python docs/drawings.py            writes every drawing
-    python docs/drawings.py --check    fails when a file is not what the library says
-
 Masks, layouts and ring steps are read from `short_mask`, `make_shards` and `make_plan`, on small integers.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from ring_figure import COLORS, svg
 
 from ringattn import masks
 from ringattn.plan.layouts import Shard, balanced, contiguous, make_shards, striped, zigzag
@@ -131,27 +128,6 @@ MASKS = (
     Mask("cross-causal", "kv_sharding=ring.sharding(10), causal=True", "zigzag", kv_len=10, fields={"causal": True}),
 )
 """Every mask of the library, and combinations that models use."""
-
-
-def colors() -> list[str]:
-    """Return the colors of ring.svg, one per rank."""
-    spec = importlib.util.spec_from_file_location("ring_figure", HERE / "ring_figure.py")
-    assert spec is not None, "a Python file"
-    assert spec.loader is not None, "a Python file"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.COLORS
-
-
-COLORS = colors()
-
-
-def svg(width: float, height: float, label: str, parts: list[str]) -> str:
-    """Return a drawing as text."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" '
-        f'aria-label="{label}">\n<style>{STYLE}</style>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
 
 
 def text(x: float, y: float, said: str, kind: str = "", color: str | None = None) -> str:
@@ -286,7 +262,11 @@ def draw_mask(drawn: Mask) -> str:
     parts.append(text(whole.x - 10, whole.y + whole.height + 26, f"busiest rank receives {most} rows", "small"))
     height = whole.y + whole.height + 40
     return svg(
-        790, height, f"Mask {drawn.call or 'without options'}, who computes it, and what each ring step moves", parts
+        790,
+        height,
+        STYLE,
+        f"Mask {drawn.call or 'without options'}, who computes it, and what each ring step moves",
+        parts,
     )
 
 
@@ -329,7 +309,11 @@ def draw_layouts() -> str:
         parts += [text(grid.x - 8, 22, name), *grid.frame(), *grid.pairs(visible(mask))]
         parts += bars(grid.x + 2, 302, work_of(shards, mask), 78, 38)
     return svg(
-        770, 324, "Four layouts of 16 tokens over 4 ranks under a causal mask, and each rank's share of the work", parts
+        770,
+        324,
+        STYLE,
+        "Four layouts of 16 tokens over 4 ranks under a causal mask, and each rank's share of the work",
+        parts,
     )
 
 
@@ -363,6 +347,7 @@ def draw_packed() -> str:
     return svg(
         812,
         352,
+        STYLE,
         "Four layouts of 16,384 tokens in packed documents over 4 ranks, and each rank's share of the work",
         parts,
     )
@@ -374,20 +359,8 @@ def drawings() -> dict[str, str]:
     return {"layouts.svg": draw_layouts(), "layouts-packed.svg": draw_packed(), **found}
 
 
-def main() -> int:
-    """Write or check the files and return the exit code."""
-    folder = HERE / "drawings"
-    wanted = drawings()
-    if "--check" in sys.argv:
-        there = {path.name: path.read_text() for path in folder.glob("*.svg")}
-        return int(there != wanted)
-    folder.mkdir(exist_ok=True)
-    for path in folder.glob("*.svg"):
-        path.unlink()
-    for name, drawn in wanted.items():
-        (folder / name).write_text(drawn)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for stale in (HERE / "drawings").glob("*.svg"):
+        stale.unlink()
+    for name, drawn in drawings().items():
+        (HERE / "drawings" / name).write_text(drawn)

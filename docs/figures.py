@@ -6,74 +6,42 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-NAMES = {
-    "hopper": "ringattn hopper",
-    "portable": "ringattn portable",
-    "auto": "ringattn auto",
-    "cudnn": "cuDNN",
-    "fa2": "FlashAttention-2",
-    "flex": "FlexAttention, Triton",
-    "flex_flash": "FlexAttention, FLASH",
-    "fa4": "FlashAttention-4",
+KERNELS = {
+    "hopper": ("ringattn hopper", "#e5484d"),
+    "portable": ("ringattn portable", "#f0883e"),
+    "auto": ("ringattn auto", "#bf8700"),
+    "cudnn": ("cuDNN", "#2da44e"),
+    "fa2": ("FlashAttention-2", "#8b949e"),
+    "flex": ("FlexAttention, Triton", "#a371f7"),
+    "flex_flash": ("FlexAttention, FLASH", "#db61a2"),
+    "fa4": ("FlashAttention-4", "#388bfd"),
 }
-"""Names of kernels in figures, in the order they are shown."""
-COLORS = {
-    "hopper": "#e5484d",
-    "portable": "#f0883e",
-    "auto": "#bf8700",
-    "cudnn": "#2da44e",
-    "fa2": "#8b949e",
-    "flex": "#a371f7",
-    "flex_flash": "#db61a2",
-    "fa4": "#388bfd",
+"""Name and color of kernels in figures, in the order they are shown."""
+RINGS = {
+    "auto": ("ringattn", "#e5484d"),
+    "fused": ("ringattn fused", "#e5484d"),
+    "fused_kv_buffer": ("ringattn fused, KV buffer", "#db61a2"),
+    "fused_saved_kv": ("ringattn fused, saved KV", "#a371f7"),
+    "stepwise": ("ringattn stepwise", "#f0883e"),
+    "ring": ("ringattn", "#e5484d"),
+    "ring_recomputed": ("ringattn, attention recomputed", "#f0883e"),
+    "nccl": ("ringattn NCCL", "#bf8700"),
+    "gloo": ("ringattn gloo", "#bf8700"),
+    "torch_cp_allgather": ("torch CP all-gather", "#2da44e"),
+    "torch_cp_alltoall": ("torch CP all-to-all", "#388bfd"),
+    "ring_flash_attn": ("ring-flash-attention", "#8b949e"),
 }
-RING_NAMES = {
-    "auto": "ringattn",
-    "fused": "ringattn fused",
-    "fused_kv_buffer": "ringattn fused, KV buffer",
-    "fused_saved_kv": "ringattn fused, saved KV",
-    "stepwise": "ringattn stepwise",
-    "ring": "ringattn",
-    "ring_recomputed": "ringattn, attention recomputed",
-    "nccl": "ringattn NCCL",
-    "gloo": "ringattn gloo",
-    "torch_cp_allgather": "torch CP all-gather",
-    "torch_cp_alltoall": "torch CP all-to-all",
-    "ring_flash_attn": "ring-flash-attention",
-}
-"""Names of rings in tables and figures, in the order they are shown."""
-RING_COLORS = {
-    "auto": "#e5484d",
-    "fused": "#e5484d",
-    "fused_kv_buffer": "#db61a2",
-    "fused_saved_kv": "#a371f7",
-    "stepwise": "#f0883e",
-    "ring": "#e5484d",
-    "ring_recomputed": "#f0883e",
-    "nccl": "#bf8700",
-    "gloo": "#bf8700",
-    "torch_cp_allgather": "#2da44e",
-    "torch_cp_alltoall": "#388bfd",
-    "ring_flash_attn": "#8b949e",
-}
+"""Name and color of rings in tables and figures, in the order they are shown."""
+NAMES, RING_NAMES = ({who: name for who, (name, _) in known.items()} for known in (KERNELS, RINGS))
 PEERS = {"cudnn", "fa2", "flex", "flex_flash", "fa4", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"}
 """Implementations of others, which have thin lines."""
 PALETTE = ("#e5484d", "#f0883e", "#bf8700", "#2da44e", "#388bfd", "#a371f7", "#db61a2", "#6e40c9")
 DIRECTIONS = {"forward": "forward", "both": "forward + backward", "model": "training step"}
 INK = "#7d8590"
 """Gray that stands out from white and from near black alike."""
-STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "ringattn",
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "savefig.transparent": True,
-}
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringattn", "font.family": "sans-serif", "font.size": 9}
+STYLE |= {"savefig.transparent": True}
+STYLE |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK)
 
 
 Lines = dict[str, list[tuple[int, float]]]
@@ -113,7 +81,7 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
     def title(row: tuple[str, int], mask: str) -> str:
         return f"{row[0]}, {mask}, head_dim {row[1]}"
 
-    return _draw({key: found[key] for key in order}, path, note, title, "tokens", "TFLOP/s", NAMES, COLORS)
+    return _draw({key: found[key] for key in order}, path, note, title, "tokens", "TFLOP/s", KERNELS)
 
 
 def thousands(n: int) -> str:
@@ -136,8 +104,7 @@ def _draw(
     title: Callable[[Any, str], str],
     x: str,
     y: str,
-    names: Mapping[str, str],
-    colors: Mapping[str, str],
+    known: Mapping[str, tuple[str, str]],
     *,
     top: float | None = None,
 ) -> bool:
@@ -150,8 +117,7 @@ def _draw(
         title: Returns the title of a panel.
         x: Label of the horizontal axes.
         y: Label of the vertical axes.
-        names: Labels of lines, in order; other lines follow under their names.
-        colors: Of lines; others have those of PALETTE.
+        known: Labels and colors of lines, in order; other lines follow under their names with colors of PALETTE.
         top: End of the vertical axes.
     """
     if not panels:
@@ -164,8 +130,8 @@ def _draw(
     rows, columns = (list(dict.fromkeys(key[place] for key in panels)) for place in (0, 1))
     ticks = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
     there = list(dict.fromkeys(who for lines in panels.values() for who in lines))
-    order = [*(who for who in names if who in there), *(who for who in there if who not in names)]
-    palette = {who: PALETTE[place % len(PALETTE)] for place, who in enumerate(order)} | dict(colors)
+    order = [*(who for who in known if who in there), *(who for who in there if who not in known)]
+    looks = {who: (who, PALETTE[place % len(PALETTE)]) for place, who in enumerate(order)} | dict(known)
     with mpl.rc_context(STYLE):
         size = (3.1 * len(columns) + 0.4, 2.3 * len(rows) + 0.4 + _legend_height(len(order)))
         figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False, sharex=True)
@@ -176,11 +142,11 @@ def _draw(
                     if who in lines:
                         axis.plot(
                             *zip(*lines[who], strict=True),
-                            color=palette[who],
+                            color=looks[who][1],
                             marker="o",
                             markersize=3,
                             linewidth=1.2 if who in PEERS else 2.0,
-                            label=names.get(who, who),
+                            label=looks[who][0],
                         )
                 axis.set_xscale("log", base=2)
                 axis.set_ylim(bottom=0, top=top)
@@ -192,7 +158,7 @@ def _draw(
         for axis in axes[-1]:
             axis.set_xlabel(x)
         shown = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
-        _finish(figure, {names.get(who, who): shown[names.get(who, who)] for who in order}, path, note)
+        _finish(figure, {label: shown[label] for label, _ in (looks[who] for who in order)}, path, note)
     return True
 
 
@@ -255,6 +221,4 @@ def draw_model(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bo
 
 def _draw_rings(panels: Panels, path: Path, note: str, x: str, y: str, top: float | None) -> bool:
     ordered = {key: panels[key] for way in DIRECTIONS for key in panels if key[0] == way}
-    return _draw(
-        ordered, path, note, lambda way, kind: f"{DIRECTIONS[way]}, {kind}", x, y, RING_NAMES, RING_COLORS, top=top
-    )
+    return _draw(ordered, path, note, lambda way, kind: f"{DIRECTIONS[way]}, {kind}", x, y, RINGS, top=top)

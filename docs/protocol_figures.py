@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ring_figure import COLORS, svg
+
 from ringattn.plan.layouts import zigzag
 from ringattn.plan.mask import short_mask
 from ringattn.plan.ring_plan import GatherPlan, RingPlan, make_gather_plan, make_plan
 
 HERE = Path(__file__).parent
-COLORS = ("#3b82f6", "#10b981", "#f59e0b", "#ec4899")
 STYLE = """
   text { font-family: system-ui, sans-serif; fill: #1f2937; font-size: 13px }
   .small { font-size: 11px } .middle { text-anchor: middle } .end { text-anchor: end } .bold { font-weight: 600 }
@@ -32,14 +33,6 @@ HEAD = (
     '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     '<path class="head" d="M0 0L8 4L0 8z"/></marker></defs>'
 )
-
-
-def svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
-    """Return a drawing as text."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" '
-        f'aria-label="{label}">\n<style>{STYLE}</style>\n{HEAD}\n' + "\n".join(parts) + "\n</svg>\n"
-    )
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
@@ -140,7 +133,7 @@ def sequence(streams: Sequence[tuple[str, str]], ops: Sequence[Op], label: str) 
             end = centers[op.to]
             parts.append(f'<path class="arrow" marker-end="url(#head)" d="M{x:g} {y + 20:g}H{end:g}"/>')
             parts.append(text((x + end) / 2, y + 14, op.words, "small middle"))
-    return svg(24 + lane * len(streams), height, label, parts)
+    return svg(24 + lane * len(streams), height, STYLE, label, [HEAD, *parts])
 
 
 WORLD_SIZE = 4
@@ -246,7 +239,7 @@ def timeline() -> str:
         parts.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{color}"/>')
         parts.append(text(x + 18, 20, f"rank {rank}", "small"))
     label = "Copies, flags and kernels of four ranks in one fused forward: copies end long before the kernels"
-    return svg(left + width + 24, bottom + 22, label, parts)
+    return svg(left + width + 24, bottom + 22, STYLE, label, [HEAD, *parts])
 
 
 def figures() -> dict[str, str]:

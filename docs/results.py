@@ -10,7 +10,6 @@ is left out. Every file of rows has the command that measured it.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 import sys
@@ -19,8 +18,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+import figures
+from markdown_table import table
 
 HERE = Path(__file__).parent
 PAGE = HERE / "results.md"
@@ -29,19 +30,6 @@ BEGIN, END = "<!-- results: written by docs/results.py -->", "<!-- end of result
 Row = dict[str, Any]
 Key = str | Callable[[Row], object]
 Value = Callable[[list[Row]], object]
-
-
-def drawing() -> ModuleType:
-    """`figures.py` by its path: it needs nothing of the package, and the package needs seconds to import."""
-    spec = importlib.util.spec_from_file_location("figures", Path(__file__).parent / "figures.py")
-    assert spec is not None, "a Python file"
-    assert spec.loader is not None, "a Python file"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FIGURES = drawing()
 
 
 def runs_of(kind: str) -> list[Any]:
@@ -173,7 +161,7 @@ class Table:
             return ""
         head, *lines = self.lines(shown)
         parts = [f"### {self.title}", self.text]
-        parts.append("\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)))
+        parts.append(table(head, lines))
         refused = {
             textwrap.shorten(f"{row['who']}, {row['seq_len']:,} tokens: {row['refused']}", 110): None
             for row in rows
@@ -284,7 +272,7 @@ TABLES = (
         KERNELS,
         where=lambda row: row["group"] == "target" and has_speed(row),
         order=("head_dim",),
-        across=Across(speeds, names=FIGURES.NAMES),
+        across=Across(speeds, names=figures.NAMES),
         figure="kernels.svg",
     ),
     Table(
@@ -298,7 +286,7 @@ TABLES = (
         across=Across(
             speeds,
             lambda row: f"{row['who']}, {row['gpu']}",
-            {f"{who}, {gpu}": f"{FIGURES.NAMES[who]}, {gpu}" for gpu in ("H200", "H100") for who in ("hopper", "fa4")},
+            {f"{who}, {gpu}": f"{figures.NAMES[who]}, {gpu}" for gpu in ("H200", "H100") for who in ("hopper", "fa4")},
         ),
     ),
     Table(
@@ -311,7 +299,7 @@ TABLES = (
         KERNELS,
         where=has_speed,
         order=("head_dim",),
-        across=Across(speeds, names=FIGURES.NAMES),
+        across=Across(speeds, names=figures.NAMES),
     ),
     Table(
         "Masks of several intervals and of blocks",
@@ -320,7 +308,7 @@ TABLES = (
         PROBLEM,
         KERNELS,
         where=lambda row: "tflops" in row,
-        across=Across(speeds, names=FIGURES.NAMES),
+        across=Across(speeds, names=figures.NAMES),
     ),
     Table(
         "Ring",
@@ -340,7 +328,7 @@ TABLES = (
         {"kernel alone": lambda rows: f"{rows[0]['forward_alone_tflops']:.0f} / {rows[0]['both_alone_tflops']:.0f}"},
         where=lambda row: row["world_size"] > 1,
         order=("world_size", "mask", "kv_heads", "seq_len"),
-        across=Across(shares, names=FIGURES.RING_NAMES),
+        across=Across(shares, names=figures.RING_NAMES),
         figure="ring-speed.svg",
     ),
     Table(
@@ -390,7 +378,7 @@ TABLES = (
             "GPUs": "{world_size}",
             "context": "{seq_len:,}",
             "layers": "{layers}",
-            "attention": lambda row: FIGURES.RING_NAMES.get(row["who"], row["who"]),
+            "attention": lambda row: figures.RING_NAMES.get(row["who"], row["who"]),
             "seconds per step": "{step_s:.2f}",
             "tokens/s per GPU": "{tokens_per_s_per_gpu:,.0f}",
             "MFU": "{mfu_percent:.1f}%",
@@ -467,27 +455,27 @@ def digest(rows: list[Row]) -> str:
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def figures() -> Iterator[tuple[str, Callable[..., bool], list[Row], bool]]:
+def all_figures() -> Iterator[tuple[str, Callable[..., bool], list[Row], bool]]:
     """Yield every figure: its file, the function that draws it, its rows, and whether they give a line."""
     rows = [row for row in latest(runs_of("kernels"), PROBLEM) if row["group"] not in ("carry", "softmax", "unions")]
-    yield "kernels.svg", FIGURES.draw_lengths, rows, bool(FIGURES.lines_over_length(rows))
+    yield "kernels.svg", figures.draw_lengths, rows, bool(figures.lines_over_length(rows))
     rows = latest(runs_of("ring"), RING_PROBLEM)
     rows = [row for row in rows if row["world_size"] == max(row["world_size"] for row in rows)]
-    yield "ring-speed.svg", FIGURES.draw_ring, rows, bool(FIGURES.ring_lines(rows))
+    yield "ring-speed.svg", figures.draw_ring, rows, bool(figures.ring_lines(rows))
     rows = latest(runs_of("model"), ("world_size", "seq_len", "layers"))
-    yield "model.svg", FIGURES.draw_model, rows, bool(FIGURES.model_lines(rows))
+    yield "model.svg", figures.draw_model, rows, bool(figures.model_lines(rows))
 
 
 def draw_figures() -> None:
     """Draws every figure, or removes it when there is no line to draw."""
-    for name, draw, rows, any_line in figures():
+    for name, draw, rows, any_line in all_figures():
         if not any_line or not draw(rows, HERE / name, f"rows {digest(rows)}"):
             (HERE / name).unlink(missing_ok=True)
 
 
 def figures_are_true() -> bool:
     """Return whether every figure says that it was drawn from the committed rows; true too where there is none to draw."""
-    for name, _, rows, any_line in figures():
+    for name, _, rows, any_line in all_figures():
         path = HERE / name
         if path.exists() != any_line or (any_line and f"rows {digest(rows)}" not in path.read_text()):
             return False
@@ -504,7 +492,7 @@ def page() -> str:
     """Return docs/results.md with all tables between its marks."""
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    sections = "\n\n".join(filter(None, (table.markdown() for table in TABLES)))
+    sections = "\n\n".join(filter(None, (one.markdown() for one in TABLES)))
     return f"{before}{BEGIN}\n\n" + "\n".join(map(wrapped, sections.splitlines())) + f"\n\n{END}{after}"
 
 

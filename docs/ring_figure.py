@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 WIDTH, HEIGHT, RADIUS = 760, 330, 112
@@ -15,6 +16,14 @@ STYLE = """
     text { fill: #e5e7eb } .line { stroke: #9ca3af } .head { fill: #9ca3af } .box { stroke: #6b7280 } .on { fill: #111827 }
   }
 """
+
+
+def svg(width: float, height: float, style: str, label: str, parts: Sequence[str]) -> str:
+    """Return a drawing as text."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" '
+        f'aria-label="{label}">\n<style>{style}</style>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
 
 
 def block(x: float, y: float, rank: int, text: str) -> str:

@@ -1,17 +1,17 @@
 """Writes the tables of the page "From one GPU to a thousand" and its picture, from the planner.
 
-python docs/scaling.py            rewrites the tables between the marks of docs/scaling.md, and docs/plan.svg
-python docs/scaling.py --check    fails when the page is not what the planner says
+python docs/scaling.py
 """
 
 from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+
+from markdown_table import table
 
 from ringattn.launch.plan.picture import draw
 from ringattn.plan.mask import short_mask
@@ -68,13 +68,6 @@ def draw_lengths(mix: str, count: int, *, longest: int, seed: int = 0) -> list[i
         if length <= longest:
             found.append(length)
     return found
-
-
-def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """Return a markdown table."""
-    columns = list(heads)
-    lines = [columns, ["---"] * len(columns), *([str(cell) for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def short(tokens: int) -> str:
@@ -246,14 +239,6 @@ def page() -> str:
     return text
 
 
-def main() -> int:
-    """Rewrite or check the page; return the exit code."""
-    if "--check" in sys.argv:
-        return int(PAGE.read_text() != page())
+if __name__ == "__main__":
     draw(estimate("llama3-8b", M, gpus=64), PICTURE)
     PAGE.write_text(page())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

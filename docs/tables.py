@@ -1,7 +1,6 @@
 """Writes the computed tables of the documentation into its pages.
 
-    python docs/tables.py            rewrites what stands between `<!-- table: name -->` and `<!-- end of table -->`
-    python docs/tables.py --check    fails when a page does not say what the library says
+    python docs/tables.py    rewrites what stands between `<!-- table: name -->` and `<!-- end of table -->`
 
 Work and rows are counted by the plan; the registry answers which kernels support a call. Measured tables are written by results.py.
 """
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 import torch
+from markdown_table import table
 
 from ringattn.kernels import registry
 from ringattn.kernels.attention.torch_ops import operators
@@ -30,12 +30,6 @@ HERE = Path(__file__).parent
 MARKED = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end of table -->", re.DOTALL)
 SEQ_LEN, WORLD_SIZE = 65536, 4
 PACKED = (0, 28000, 30400, 32400, 35600, 52000, 58000, 58800, SEQ_LEN)
-
-
-def table(heads: list[str], rows: Iterable[list[object]]) -> str:
-    """Return a markdown table."""
-    lines = [heads, ["---"] * len(heads), *([str(cell) for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def work() -> str:
@@ -223,15 +217,6 @@ def pages() -> list[Path]:
     return [path for path in found if path.name != "online_softmax.md"]
 
 
-def main() -> int:
-    """Rewrites or checks the pages; returns the exit code."""
-    stale = [(path, wanted) for path in pages() if (wanted := fill(path.read_text())) != path.read_text()]
-    if "--check" in sys.argv:
-        return int(bool(stale))
-    for path, wanted in stale:
-        path.write_text(wanted)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for path in pages():
+        path.write_text(fill(path.read_text()))
