@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.inference import ForwardBatch, PagedKVCache
+from ringattn.launch.bench.rows import BenchFlags
 from ringattn.launch.common.session import check_numbers
 from ringattn.sizing.shapes import ModelShape
 
@@ -33,7 +33,7 @@ PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
-class ModelArgs:
+class ModelArgs(BenchFlags):
     """Llama-shaped model of a bench; that of Llama 3 8B by default.
 
     Attributes:
@@ -44,8 +44,6 @@ class ModelArgs:
         mlp_dim: Hidden width of SwiGLU.
         vocab_size: Tokens in the vocabulary.
         dtype: Of parameters and activations, and of keys and values.
-        device: GPUs where there are any, or the CPU.
-        out: Folder for the JSON.
     """
 
     dim: int = 4096
@@ -55,8 +53,6 @@ class ModelArgs:
     mlp_dim: int = 14336
     vocab_size: int = 128256
     dtype: Literal["bf16", "fp32"] = "bf16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    out: Path = Path("runs/bench")
 
     def __post_init__(self) -> None:
         """Raise for shapes that no model has."""

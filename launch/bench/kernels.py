@@ -18,7 +18,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,7 +28,7 @@ from ringattn.launch.bench.correctness import Expected, make_expected
 from ringattn.launch.bench.inference import measure_bandwidth
 from ringattn.launch.bench.latent_decode import latent_rows
 from ringattn.launch.bench.log_probs import log_probs_rows
-from ringattn.launch.bench.rows import Rows
+from ringattn.launch.bench.rows import BenchFlags, Rows
 from ringattn.launch.bench.workloads import (
     UNIONS,
     DTypeName,
@@ -53,7 +52,7 @@ PEER_BUDGET = 4.0
 
 
 @dataclass(frozen=True)
-class KernelsFlags:
+class KernelsFlags(BenchFlags):
     """One GPU: our kernel sets beside cuDNN, FlashAttention-2 and FlexAttention as torch ships them, and FlashAttention-4.
 
     Attributes:
@@ -79,8 +78,6 @@ class KernelsFlags:
         rounds: Rounds; the median counts.
         round_s: Seconds that all rounds of one problem may take; there are three rounds at least.
         budget_s: Problems that would begin later than this are left out; 0 for no limit.
-        device: GPUs where there are any, or the CPU.
-        out: Folder for the JSON.
         name: Of the JSON.
     """
 
@@ -103,8 +100,6 @@ class KernelsFlags:
     rounds: int = 9
     round_s: float = 4.0
     budget_s: float = 0.0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    out: Path = Path("runs/bench")
     name: str = "kernels"
 
     def __post_init__(self) -> None:

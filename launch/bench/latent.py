@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,7 @@ from ringattn.launch.bench.baselines import Contender, Unsupported, attempt, tor
 from ringattn.launch.bench.correctness import disagreement
 from ringattn.launch.bench.inference import measure_bandwidth
 from ringattn.launch.bench.ring import WAYS, peak_gib
-from ringattn.launch.bench.rows import Rows
+from ringattn.launch.bench.rows import BenchFlags, Rows
 from ringattn.launch.bench.workloads import free_memory, own_stream
 from ringattn.launch.common.ring_variants import ScheduleName, open_rings
 from ringattn.launch.common.session import Keep, Session
@@ -42,7 +41,7 @@ CHECK_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class LatentFlags:
+class LatentFlags(BenchFlags):
     """All ranks: a layer of latent attention in training, causal, by tokens per GPU; and decode over a cache.
 
     Attributes:
@@ -55,8 +54,6 @@ class LatentFlags:
         schedules: Our rings, as in `bench ring`; each runs each of our ways.
         rounds: Rounds; the median counts.
         seconds: Limit for the rounds of one problem.
-        device: GPUs where there are any, or the CPU.
-        out: Folder for the JSON.
         name: Of the JSON.
     """
 
@@ -73,8 +70,6 @@ class LatentFlags:
     schedules: tuple[ScheduleName, ...] = ("auto",)
     rounds: int = 7
     seconds: float = 2.0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    out: Path = Path("runs/bench")
     name: str = "latent"
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,7 +25,7 @@ from ringattn.launch.bench.baselines import (
     prepare_ours,
 )
 from ringattn.launch.bench.correctness import check_rings, disagreement
-from ringattn.launch.bench.rows import Rows
+from ringattn.launch.bench.rows import BenchFlags, Rows
 from ringattn.launch.bench.workloads import (
     FACTORS,
     DTypeName,
@@ -54,7 +53,7 @@ CHAIN = 8
 
 
 @dataclass(frozen=True)
-class RingFlags:
+class RingFlags(BenchFlags):
     """All ranks: the ring by tokens per GPU, as a share of the kernel alone at the same work.
 
     Attributes:
@@ -81,8 +80,6 @@ class RingFlags:
         calls: Calls of --host that are timed; the median counts.
         rounds: Rounds; the median counts.
         seconds: Limit for the rounds of one problem; long problems run fewer rounds, three at least.
-        device: GPUs where there are any, or the CPU.
-        out: Folder for the JSON.
         name: Of the JSON; "ring" by default, "host" with --host.
     """
 
@@ -105,8 +102,6 @@ class RingFlags:
     calls: int = 200
     rounds: int = 9
     seconds: float = 3.0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    out: Path = Path("runs/bench")
     name: str | None = None
 
 

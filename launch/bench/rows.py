@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from ringattn.launch.common.session import Keep, Session, table
 
@@ -47,6 +48,19 @@ _COLUMNS: dict[str, str] = {
     "server: latency": f"clients latency_ms within largest {_LOADS}",
 }
 """Columns of the table of each kind of row."""
+
+
+@dataclass(frozen=True)
+class BenchFlags:
+    """Flags of every bench that runs on a device of its own.
+
+    Attributes:
+        device: GPUs where there are any, or the CPU.
+        out: Folder for the JSON.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    out: Path = Path("runs/bench")
 
 
 def _kind(row: dict[str, Any]) -> str:

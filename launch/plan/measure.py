@@ -18,7 +18,7 @@ from ringattn.launch.bench.baselines import make_sharding, prepare_ours
 from ringattn.launch.bench.workloads import MaskName, Problem, free_memory, own_stream
 from ringattn.launch.common.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
 from ringattn.launch.common.session import Session
-from ringattn.launch.common.timing import time_together
+from ringattn.launch.common.timing import Time, time_together
 from ringattn.launch.plan.fit import Row, kernel_costs, ring_costs
 from ringattn.launch.train.metrics import peak_flops
 from ringattn.ring import Ring
@@ -119,19 +119,21 @@ def _kernel_rows(session: Session, sizes: Sizes) -> list[Row]:
         for mask, tokens, d in sizes.kernels:
             window = max(1, tokens // 4 - 1)
             problem = Problem(mask, tokens, 1, sizes.heads, sizes.heads, d, dtype, window, tokens // 4)
-            one = prepare_ours(problem, ring, "contiguous", session.device, "auto", 0)
-            calls = {"forward": one.forward, "both": one.both}
-            times = time_together(
-                calls, session, sizes.rounds, sizes.seconds, list(calls) if session.device.type == "cuda" else []
-            )
-            ms = {name: time.best_ms for name, time in times.items()}
+            ms = {name: time.best_ms for name, time in _times(session, sizes, ring, problem, "contiguous").items()}
             row = dataclasses.asdict(problem)
             found.append(row | {"direction": "forward", "ms": ms["forward"]})
             found.append(row | {"direction": "backward", "ms": max(1e-3, ms["both"] - ms["forward"])})
-            del one, calls
             free_memory()
     ring.close()
     return found
+
+
+def _times(session: Session, sizes: Sizes, ring: Ring, problem: Problem, layout: str) -> dict[str, Time]:
+    """Return the times of the forward, and of "both" it and its backward, on GPUs as graphs too."""
+    one = prepare_ours(problem, ring, layout, session.device, "auto", session.rank)
+    calls = {"forward": one.forward, "both": one.both}
+    captured = calls if session.device.type == "cuda" else ()
+    return time_together(calls, session, sizes.rounds, sizes.seconds, captured)
 
 
 def _rings(session: Session, sizes: Sizes, profile: Profile) -> Profile:
@@ -170,10 +172,7 @@ def _ring_row(session: Session, sizes: Sizes, ring: Ring, tokens: int) -> Row:
     """Return a row as `bench ring` writes it."""
     dtype = "bf16" if session.device.type == "cuda" else "fp32"
     problem = Problem("causal", tokens * session.world_size, 1, 2 * sizes.heads, 2 * sizes.heads, 128, dtype, 1)
-    one = prepare_ours(problem, ring, "zigzag", session.device, "auto", session.rank)
-    calls = {"forward": one.forward, "both": one.both}
-    captured = list(calls) if session.device.type == "cuda" else []
-    times = time_together(calls, session, sizes.rounds, sizes.seconds, captured)
+    times = _times(session, sizes, ring, problem, "zigzag")
     row = {**dataclasses.asdict(problem), "layout": make_sharding(problem, ring, "zigzag").layout}
     row |= {"world_size": session.world_size, "tokens_per_rank": tokens, "ours": True}
     for name, time in times.items():
