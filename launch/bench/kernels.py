@@ -217,18 +217,20 @@ def _check_device(who: str, session: Session) -> None:
             torch.cuda.synchronize(session.device)
         except Exception as error:
             raise SystemExit(
-                f"the device must answer, got {reason(error)} after {who}; start again without it"
+                f"error: the device must answer, got {reason(error)} after {who}; start again without it"
             ) from error
 
 
 def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict[str, Any]]:
     """Return the rows of all problems, measured in one process, as far as the budget goes."""
     if session.world_size > 1:
-        raise SystemExit("bench kernels must run in one process; start it with python -m, and bench ring with torchrun")
+        raise SystemExit(
+            "error: bench kernels must run in one process; start it with python -m, and bench ring with torchrun"
+        )
     planned = schedule(args)
     if not planned and not {"softmax", "latent", "log_probs"} & set(args.groups):
         raise SystemExit(
-            "bench kernels must have a problem to measure, got none; pass other --groups, --masks or --lengths"
+            "error: bench kernels must have a problem to measure, got none; pass other --groups, --masks or --lengths"
         )
     rows, began = Rows(session, keep, {"bench": "kernels"}), time.monotonic()
     with own_stream(session.device):

@@ -432,15 +432,17 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code: 0 when every trial was good."""
     args: FaultArgs = parse(FaultArgs, arguments, "check faults", (FaultArgs.__doc__ or "").split("\n")[0])
     if args.ranks < 2:
-        raise SystemExit(f"ranks must be at least 2, one to lose and one to survive, got {args.ranks}; pass --ranks")
+        raise SystemExit(
+            f"error: ranks must be at least 2, one to lose and one to survive, got {args.ranks}; pass --ranks"
+        )
     try:
         device = resolve_device(args.device, 0, args.ranks).type
     except ValueError as error:
-        raise SystemExit(f"{str(error).partition(';')[0]}; pass --ranks or --device cpu") from None
+        raise SystemExit(f"error: {str(error).partition(';')[0]}; pass --ranks or --device cpu") from None
     if args.what == "graph" and device == "cpu":
-        raise SystemExit("--what graph must have GPUs, which CUDA graphs are of, got the CPU; use --what decode")
+        raise SystemExit("error: --what graph must have GPUs, which CUDA graphs are of, got the CPU; use --what decode")
     if device == "cpu" and SCHEDULES[args.schedule].get("transport") == "copy_engine":
-        raise SystemExit(f"--schedule {args.schedule} must have GPUs, got the CPU; use --schedule process_group")
+        raise SystemExit(f"error: --schedule {args.schedule} must have GPUs, got the CPU; use --schedule process_group")
     check_nodes(args.nodes, args.ranks)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ringattn-faults-") as folder:

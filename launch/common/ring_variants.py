@@ -37,7 +37,7 @@ def check_nodes(nodes: int, ranks: int) -> None:
     try:
         make_nodes(ranks, nodes)
     except ValueError as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(f"error: {error}") from error
 
 
 def display_name(schedule: str, session: Session) -> str:
@@ -87,7 +87,7 @@ def check_schedule(schedule: str, session: Session, **options: Any) -> None:
     try:
         rings = open_rings([schedule], session, **options)
     except Refusal as error:
-        raise SystemExit(str(error)) from None
+        raise SystemExit(f"error: {error}") from None
     for ring in rings.values():
         ring.close()
 

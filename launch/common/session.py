@@ -44,11 +44,11 @@ def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Ses
         try:
             session = stack.enter_context(init_ranks(device, timeout_s))
         except Refusal as error:
-            raise SystemExit(str(error)) from None
+            raise SystemExit(f"error: {error}") from None
         except (ValueError, dist.DistError) as error:  # of torch's rendezvous
             place = ":".join(os.environ.get(name, "nothing") for name in ("MASTER_ADDR", "MASTER_PORT"))
             raise SystemExit(
-                f"ranks must meet at MASTER_ADDR:MASTER_PORT, got {place}: {str(error).splitlines()[0]}; "
+                f"error: ranks must meet at MASTER_ADDR:MASTER_PORT, got {place}: {str(error).splitlines()[0]}; "
                 "start them with torchrun, or unset RANK and WORLD_SIZE for one process"
             ) from error
         yield session
@@ -59,7 +59,9 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
     try:
         import tyro
     except ModuleNotFoundError as error:
-        raise SystemExit(f"{prog} needs {error.name}; install it with: pip install 'ringattn[launch]'") from error
+        raise SystemExit(
+            f"error: {prog} needs {error.name}; install it with: pip install 'ringattn[launch]'"
+        ) from error
     if isinstance(kind, dict):
         kind = functools.reduce(
             operator.or_, (Annotated[one, tyro.conf.subcommand(name)] for name, one in kind.items())
@@ -72,7 +74,7 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
         if os.environ.get("RANK", "0") == "0":
             check_output(args)
     except ValueError as error:
-        raise SystemExit(str(error)) from None
+        raise SystemExit(f"error: {error}") from None
     return args
 
 

@@ -45,7 +45,7 @@ from tests.launch.common import TINY
     ],
 )  # fmt: skip
 def test_impossible_numbers_are_refused(command: Any, words: list[str], said: str) -> None:
-    with pytest.raises(SystemExit, match=f"^{said}$"):
+    with pytest.raises(SystemExit, match=f"^error: {said}$"):
         command.main([*words, "--device", "cpu"])
 
 
@@ -95,7 +95,7 @@ def test_names_that_no_file_can_have_are_refused_before_anything_is_measured(
 ) -> None:
     (tmp_path / "taken.json").mkdir()
     for kind in ("ring", "ring --host", "kernels", "server"):
-        with pytest.raises(SystemExit, match=f"^name must be that of a file, got {said}; pass another --name$"):
+        with pytest.raises(SystemExit, match=f"^error: name must be that of a file, got {said}; pass another --name$"):
             bench.main([*kind.split(), "--out", str(tmp_path), "--name", name])
 
 
@@ -142,7 +142,7 @@ def test_json_is_whole_beside_another_writer_and_a_full_disk_leaves_the_last_one
     ],
 )
 def test_unknown_kernels_are_refused_at_once(command: Any, words: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^impl must be \"auto\" or one of .*, got 'hooper'; use \"auto\"$"):
+    with pytest.raises(SystemExit, match=r"^error: impl must be \"auto\" or one of .*, got 'hooper'; use \"auto\"$"):
         command.main([*words, "--impl", "hooper", "--device", "cpu"])
 
 
@@ -180,7 +180,7 @@ def test_heads_that_cannot_be_shared_are_refused() -> None:
     ],
 )
 def test_nodes_that_the_ranks_cannot_share_are_refused(command: Any, flags: list[str], ranks: int) -> None:
-    with pytest.raises(SystemExit, match=f"nodes must divide the ring of {ranks} ranks, got 2"):
+    with pytest.raises(SystemExit, match=f"^error: nodes must divide the ring of {ranks} ranks, got 2"):
         command.main(["--device", "cpu", "--nodes", "2", *flags])
 
 
@@ -194,11 +194,13 @@ def _refusal(name: str, words: list[str]) -> str:
 def test_schedules_and_nodes_that_cannot_be_are_refused_on_every_rank(pool) -> None:
     for name, words in (("check", ["--schedule", "stepwise"]), ("check", ["--schedule", "fused_saved_kv"])):
         for said in pool(2).run(_refusal, name, words):
-            assert said.startswith(f"one of the schedules must give a ring here, got none ({words[-1]}: rank 0: "), said
+            assert said.startswith(
+                f"error: one of the schedules must give a ring here, got none ({words[-1]}: rank 0: "
+            ), said
             assert said.endswith("); choose another schedule")
     assert (
         pool(2).run(_refusal, "check", ["--nodes", "3"])
-        == ["nodes must divide the ring of 2 ranks, got 3; use nodes of equal size, or nodes=1"] * 2
+        == ["error: nodes must divide the ring of 2 ranks, got 3; use nodes of equal size, or nodes=1"] * 2
     )
 
 

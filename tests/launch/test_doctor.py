@@ -30,7 +30,7 @@ def test_ranks_that_do_not_meet_raise_with_the_address(monkeypatch: pytest.Monke
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(
-        SystemExit, match=r"^ranks must meet at MASTER_ADDR:MASTER_PORT, got nothing:nothing: .*MASTER_ADDR"
+        SystemExit, match=r"^error: ranks must meet at MASTER_ADDR:MASTER_PORT, got nothing:nothing: .*MASTER_ADDR"
     ):
         doctor.main(["--device", "cpu"])
     with socket.create_server(("127.0.0.1", 0)) as taken:

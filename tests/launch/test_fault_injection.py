@@ -104,7 +104,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 
 def test_one_rank_is_refused_as_none_would_survive() -> None:
-    with pytest.raises(SystemExit, match=r"ranks must be at least 2, .*, got 1; pass --ranks"):
+    with pytest.raises(SystemExit, match=r"^error: ranks must be at least 2, .*, got 1; pass --ranks"):
         faults.main(["--ranks", "1", "--device", "cpu"])
 
 
