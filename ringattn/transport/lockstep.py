@@ -2,8 +2,9 @@
 
 A process hosts some ranks of a ring, or all of them (`simulate_ring`). Each has a thread, and hands over to the next one where it
 posts. A post starts when all ranks of the process have made it: messages among them are copied, and those to other processes are
-one post of the transport beneath. A gather is such a post, in which a row comes once for all ranks of the process. So kernels and
-interpreters that are not thread-safe see one caller, and the order of messages between two processes follows from the plan alone.
+one post of the transport beneath. A gather is such a post, in which a row comes once for all ranks of the process. Gradients of a
+fused call leave rank by rank. So kernels and interpreters that are not thread-safe see one caller, and the order of messages
+between two processes follows from the plan alone.
 With `poison` messages are delivered at the wait, and buffers hold NaN until then, so that a rank that reads too early or writes too
 late gets NaN.
 """
@@ -11,6 +12,7 @@ late gets NaN.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -77,36 +79,39 @@ class Lockstep:
     ) -> None:
         self.world_size, self.ranks, self.device = world_size, ranks, device
         self.link, self.poison, self.sm_margin = link, poison, sm_margin
-        self._turn = threading.Condition()
+        self.returns: dict[int, _GradReturn] = {}
+        self._turns = {rank: threading.Semaphore(0) for rank in ranks}
+        self._order = deque[int]()
         self._failed: BaseException | None = None
         self._handed_in: dict[int, tuple[Any, ...]] = {}
         self._posted = _Posted()
-        self._ended: list[int] = []
 
     def run(self, body: Callable[[int], T]) -> list[T]:
         """Run body with the index of each hosted rank, in turns, and return the results in order; raise the first exception."""
         if len(self.ranks) == 1:
-            return [body(0)]
+            found, self._posted = [body(0)], _Posted()
+            return found
         self._failed = None
         self._handed_in.clear()
-        self._ended.clear()
+        self._order.extend(self.ranks)
         results: dict[int, T] = {}
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def run(rank: int) -> None:
-            error: BaseException | None = None
-            with self._turn:
-                try:
-                    with torch.cuda.stream(stream), torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                        results[rank] = body(rank - self.ranks[0])
-                except BaseException as caught:  # the caller's thread raises it
-                    error = caught
-                self._end(rank, error)
+            self._turns[rank].acquire()
+            try:
+                with torch.cuda.stream(stream), torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                    results[rank] = body(rank - self.ranks[0])
+            except BaseException as caught:  # the caller's thread raises it
+                self._failed = self._failed or caught
+            self._order.popleft()
+            self._begin_turn()
 
         threads = [threading.Thread(target=run, args=(rank,), name=f"ring rank {rank}") for rank in self.ranks]
         for thread in threads:
             thread.start()
+        self._begin_turn()
         for thread in threads:
             thread.join()
         self._posted = _Posted()
@@ -114,11 +119,13 @@ class Lockstep:
             raise self._failed
         return [results[rank] for rank in self.ranks]
 
-    def post(
-        self, rank: int, sends: Sequence[Message], receives: Sequence[Message], what: str, given: object = None
-    ) -> _RankWork:
-        """Start a post once all hosted ranks have made it; see `Transport.post`. They find what each has given in `posted`."""
-        return self._meet(rank, (sends, receives, given), self._start, what)
+    def post(self, rank: int, sends: Sequence[Message], receives: Sequence[Message], what: str) -> _RankWork:
+        """Start a post once all hosted ranks have made it; see `Transport.post`."""
+        return self._meet(rank, (sends, receives), self._start, what)
+
+    def exchange(self, rank: int, given: object, what: str) -> dict[int, Any]:
+        """Return what each hosted rank gives, once all have given it."""
+        return self._meet(rank, (given,), self._share, what).posted.given
 
     def gather(self, rank: int, moves: Moves, gather_plan: GatherPlan, what: str) -> None:
         """Write the rows of all others, from the first tensors of their moves, into the second ones; dimension 1 is rows."""
@@ -129,34 +136,32 @@ class Lockstep:
         if len(self._handed_in) == len(self.ranks):
             self._posted = start(what)
             self._handed_in.clear()
-            with self._turn:
-                self._turn.notify_all()
+        if len(self.ranks) == 1:
             return _RankWork(self._posted, rank)
-        before = self._posted
-        while self._posted is before:
-            if self._failed is None and self._ended:
-                self._failed = RuntimeError(
-                    f"ring rank {rank}: {what}: ring ranks {self._ended} must make the same posts, got an end before this one"
-                )
-                self._turn.notify_all()
-            if self._failed is not None:
-                raise RuntimeError(f"ring rank {rank}: {what}: another rank failed first") from self._failed
-            self._turn.wait()
+        self._order.rotate(-1)
+        self._begin_turn()
+        self._turns[rank].acquire()
+        if self._failed is None and rank in self._handed_in:
+            ended = sorted({*self.ranks} - {*self._order})
+            self._failed = RuntimeError(
+                f"ring rank {rank}: {what}: ring ranks {ended} must make the same posts, got an end before this one"
+            )
+        if self._failed is not None:
+            raise RuntimeError(f"ring rank {rank}: {what}: another rank failed first") from self._failed
         return _RankWork(self._posted, rank)
+
+    def _begin_turn(self) -> None:
+        if self._order:
+            self._turns[self._order[0]].release()
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory."""
         x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         return x.fill_(float("nan")) if self.poison else x
 
-    def _end(self, rank: int, error: BaseException | None) -> None:
-        self._ended.append(rank)
-        self._failed = self._failed or error
-        self._turn.notify_all()
-
     def _gather(self, what: str) -> _Posted:
         """Copy the rows that each rank reads; those of another process come once for all ranks that read some of them here."""
-        each, given = len(self.ranks), sorted(self._handed_in.items())
+        each, given = len(self.ranks), self._handed_in.items()
         outgoing, incoming, tensors = list[Message](), list[Message](), list[Tensor]()
         held: dict[int, tuple[Rows, list[Tensor]]] = {}
         for rank, (moves, gather_plan) in given:
@@ -180,10 +185,14 @@ class Lockstep:
                     place.copy_(part)
         return _Posted()
 
+    def _share(self, what: str) -> _Posted:
+        del what
+        return _Posted(given={rank: given for rank, (given,) in self._handed_in.items()})
+
     def _start(self, what: str) -> _Posted:
         """Copy what stays in this process, and post the rest in one order on both sides: by sender, receiver and kind."""
         sends, receives = dict[tuple[int, int, bool], list[Tensor]](), dict[tuple[int, int, bool], list[Tensor]]()
-        for rank, (sent, received, _) in self._handed_in.items():
+        for rank, (sent, received) in self._handed_in.items():
             for message in sent:
                 if message[1].numel():
                     sends.setdefault((rank, message[0], isinstance(message, GradMessage)), []).append(message[1])
@@ -193,7 +202,7 @@ class Lockstep:
                     message[1].view(-1).view(torch.uint8).fill_(255)
                 if message[1].numel():
                     receives.setdefault((message[0], rank, isinstance(message, GradMessage)), []).append(message[1])
-        posted = _Posted(given={rank: given for rank, (_, _, given) in self._handed_in.items()})
+        posted = _Posted()
         for key in [key for key in receives if key[0] in self.ranks]:
             given, wanted = sends.pop(key, []), receives.pop(key)
             assert len(given) == len(wanted), f"{what}: rank {key[1]} expects {len(wanted)} messages, got {len(given)}"
@@ -267,6 +276,10 @@ class LockstepTransport(Transport):
             # padding rows stay NaN
             unset = key_bias.new_full((key_bias.shape[0], gather_plan.remote_rows), float("nan"))
             moves.append((key_bias.contiguous(), unset))
+        if grad_return is not None:
+            assert isinstance(grad_return, _GradReturn), "gradients are returned in the same ring"
+            # before the first launch: the first rank to return receives for all ranks here
+            grad_return.begin()
         self.ranks.gather(self.rank, moves, gather_plan, f"{what}, keys of ring step {gather_plan.first}")
         if key_bias is not None:
             table = torch.cat((key_bias, moves[1][1]), 1)
@@ -275,8 +288,6 @@ class LockstepTransport(Transport):
         d = k.shape[-1]
         handle = _Handle(remote, remote[..., :d], remote[..., d:], saved, table, ready_flags, self.ranks.poison)
         if grad_return is not None:
-            assert isinstance(grad_return, _GradReturn), "gradients are returned in the same ring"
-            grad_return.begin()
             grad_return.handle = handle
         return handle
 
@@ -313,7 +324,7 @@ class _GradReturn:
         self._ranks, self._rank, self._gather_plan, self._what = end.ranks, end.rank, gather_plan, what
         self.rows = gather_plan.slot_rows
         self.handle: _Handle | None = None
-        self._begun = False
+        self._received: dict[int, list[Tensor]] = {}
         self._read: list[Tensor] = []
         sides = len(gather_plan.recvs) + 1
         shapes = [(b, self.rows, hk, width), *([(b, hk, self.rows)] if biased else [])]
@@ -323,28 +334,44 @@ class _GradReturn:
         self.bias_addresses = _addresses(self._regions[1]) if biased else None
 
     def begin(self) -> None:
-        self._begun = True
+        self._ranks.returns[self._rank] = self
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
-        assert self._begun, "a return of gradients begins before its backward"
+        assert self._ranks.returns.get(self._rank) is self, "a return of gradients begins before its backward"
         if self.handle is not None:
             self.handle.close()
-        regions = self._regions
-        here, fetches, readers = self._ranks.ranks, self._gather_plan.recvs, self._gather_plan.sends
-        made = {fetch.owner: [x[i] for x in regions] for i, fetch in enumerate(fetches, 1)}
-        received = {one.peer: [torch.empty_like(x[0]) for x in regions] for one in readers if one.peer not in here}
-        sends = [(to.owner, x) for to in fetches if to.owner not in here for x in _filled(made[to.owner], to)]
-        receives = [(one.peer, x) for one in readers if one.peer in received for x in _filled(received[one.peer], one)]
         what = f"{self._what}, gradients of ring step {self._gather_plan.first}"
-        given = {owner: parts for owner, parts in made.items() if owner in here}
-        work = self._ranks.post(self._rank, sends, receives, what, given)
-        work.wait()
+        made = {fetch.owner: [x[i] for x in self._regions] for i, fetch in enumerate(self._gather_plan.recvs, 1)}
+        given = self._ranks.exchange(self._rank, (made, self._send(made, what)), what)
+        for _, sent in given.values():
+            sent.wait(self._rank)
         # what a rank of this process has made is read where it lies
-        found = [received.get(one.peer) or work.posted.given[one.peer][self._rank] for one in readers]
-        self._read = [x[0] for x in regions] + [x for parts in found for x in parts]
+        readers = [one.peer for one in self._gather_plan.sends]
+        found = [self._received.get(peer) or given[peer][0][self._rank] for peer in readers]
+        self._read = [x[0] for x in self._regions] + [x for parts in found for x in parts]
         return [parts[0] for parts in found], [parts[1] for parts in found if len(parts) > 1]
 
+    def _send(self, made: dict[int, list[Tensor]], what: str) -> _Posted:
+        """Post what this rank has made for other processes, beside the next rank's launch.
+
+        In the same post this process receives what the ranks in the same place of other processes have made for any rank here.
+        """
+        ranks = self._ranks
+        if ranks.link is None:
+            return _Posted()
+        here, each, receives = ranks.ranks, len(ranks.ranks), list[Message]()
+        fetches = sorted((to for to in self._gather_plan.recvs if to.owner not in here), key=lambda to: to.owner)
+        sends = [(to.owner // each, x) for to in fetches for x in _filled(made[to.owner], to)]
+        for rank in here:
+            owner = ranks.returns[rank]
+            for one in owner._gather_plan.sends:
+                if one.peer not in here and one.peer % each == self._rank % each:
+                    parts = owner._received[one.peer] = [torch.empty_like(x[0]) for x in owner._regions]
+                    receives += [(one.peer // each, x) for x in _filled(parts, one)]
+        return _Posted(link=ranks.link.post(sends, receives, what))
+
     def close(self) -> None:
+        del self._ranks.returns[self._rank]
         if self._ranks.poison:
             for x in self._read:
                 x.fill_(float("nan"))

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring, ring_attention, simulate_ring
+from ringattn.kernels.attention.eager import EagerKernels
+from ringattn.kernels.interface import BackwardStep
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import short_mask
 from ringattn.plan.ring_plan import Rows, make_nodes, make_plan, share_moves
@@ -138,6 +140,35 @@ def test_rows_cross_between_two_processes_once_for_all_virtual_ranks(pool: Pools
             assert forward == expected
             # gradients of the rows of a process, from each virtual rank elsewhere that may read them
             assert backward <= expected + 512 // processes * (8 - 8 // processes)
+
+
+def launches_and_posts() -> list[str]:
+    """The launches of a fused backward here, and the posts of its gradients, in their order."""
+    found, launch, post = list[str](), EagerKernels.backward_fused, ProcessGroupTransport.post
+    sharding = Ring(virtual_size=4, memory_budget=PLENTY).sharding(64)
+    x = torch.randn(1, sharding.shard_len, 1, 16, requires_grad=True)
+
+    def launch_one(self: EagerKernels, step: BackwardStep, *args: Any) -> None:
+        found.append(f"launch of row {step.rows.run_list[0][2]}")
+        launch(self, step, *args)
+
+    def post_one(self: ProcessGroupTransport, sends: Any, receives: Any, what: str) -> Any:
+        if "gradients" in what:
+            found.append("post")
+        return post(self, sends, receives, what)
+
+    with (
+        patch.object(EagerKernels, "backward_fused", launch_one),
+        patch.object(ProcessGroupTransport, "post", post_one),
+    ):
+        ring_attention(x, x, x, sharding, causal=True).sum().backward()
+    return found
+
+
+def test_gradients_of_a_virtual_rank_leave_before_the_launch_of_the_next(pool: Pools) -> None:
+    for process, found in enumerate(pool(2).run(launches_and_posts)):
+        rows = 16 * process, 16 * process + 8
+        assert found == [one for row in rows for one in (f"launch of row {row}", "post")]
 
 
 def broadcast_bias(size: int, seq_len: int, shape: tuple[int, ...]) -> Tensor:
