@@ -212,7 +212,7 @@ class Ring:
         self._kv_buffers = Buffers()  # of kv_buffer, where the transport has none
         release = partial(abort_communicators, self._group_name, names)
         self._bounded_wait = BoundedWait(self.rank, self.world_size, self.name, timeout.total_seconds(), release)
-        self._virtual_contexts: dict[torch.device, tuple[Lockstep | None, tuple[RingContext, ...]]] = {}
+        self._virtual_contexts: dict[torch.device, tuple[RingContext, ...]] = {}
         # by digest: a job with packed documents makes a new call in every step
         self._agreed: dict[bytes, tuple[str, str] | None] = {}
         self._warm: set[torch.device] = set()
@@ -378,31 +378,26 @@ class Ring:
 
     def contexts(self, device: torch.device) -> tuple[RingContext, ...]:
         """Return the places of this process in the ring, once the transport is decided: one, or one per virtual rank."""
-        return self._lockstep(device)[1]
+        if not self.is_virtual or (len(self.hosted) == 1 and self._choice.name == "copy_engine"):
+            return (self.context,)
+        found = self._virtual_contexts.get(device)
+        if found is None:
+            link = self._links[0] if self._links else None
+            margin, budget = sm_margin_of(device, ranks_per_gpu()), self._virtual_budget(device) or 0
+            ranks = Lockstep(self.virtual_size, self.hosted, device, link, sm_margin=margin)
+            place: dict[str, Any] = {"budget": budget, "nodes": self.nodes, "hosted": len(self.hosted), "shared": {}}
+            found = self._virtual_contexts[device] = tuple(
+                RingContext(rank, self.virtual_size, LockstepTransport(ranks, rank), **place) for rank in self.hosted
+            )
+        return found
 
     def run_ranks(self, device: torch.device, body: Callable[[int], T]) -> list[T]:
         """Run a body for each rank that this process is, with its index in `contexts`, and return the results in their order.
 
         The bodies of virtual ranks take turns where they post (`transport/lockstep.py`).
         """
-        lockstep = self._lockstep(device)[0]
-        return [body(0)] if lockstep is None else lockstep.run(body)
-
-    def _lockstep(self, device: torch.device) -> tuple[Lockstep | None, tuple[RingContext, ...]]:
-        if not self.is_virtual or (len(self.hosted) == 1 and self._choice.name == "copy_engine"):
-            return None, (self.context,)
-        found = self._virtual_contexts.get(device)
-        if found is None:
-            link = self._links[0] if self._links else None
-            margin = sm_margin_of(device, ranks_per_gpu())
-            lockstep = Lockstep(self.virtual_size, self.hosted, device, link, sm_margin=margin)
-            budget = self._virtual_budget(device) or 0
-            place: dict[str, Any] = {"budget": budget, "nodes": self.nodes, "hosted": len(self.hosted), "shared": {}}
-            contexts = tuple(
-                RingContext(rank, self.virtual_size, LockstepTransport(lockstep, rank), **place) for rank in self.hosted
-            )
-            found = self._virtual_contexts[device] = lockstep, contexts
-        return found
+        transport = self.contexts(device)[0].transport
+        return transport.ranks.run(body) if isinstance(transport, LockstepTransport) else [body(0)]
 
     def _virtual_budget(self, device: torch.device) -> int | None:
         """Return the memory budget of a call's virtual ranks, the same for every number of processes; else that given."""
