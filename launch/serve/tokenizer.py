@@ -41,13 +41,13 @@ class ByteTokenizer:
 
     Attributes:
         template: The text of its chat template: it has none.
-        special_texts: Texts of special tokens, which `decode` leaves out: it has none.
+        added_texts: Texts of tokens that were added to a vocabulary: it has none.
     """
 
     END = 256
     MIN_VOCAB = 257
     template = ""
-    special_texts: Mapping[int, str] = {}
+    added_texts: Mapping[int, str] = {}
 
     def __init__(self, vocab_size: int = MIN_VOCAB) -> None:
         self.stops = frozenset([self.END])
@@ -89,7 +89,7 @@ class PretrainedTokenizer:
 
     Attributes:
         template: The text of the chat template, or of all if it has several.
-        special_texts: Texts of special tokens, which `decode` leaves out.
+        added_texts: Texts of added tokens; `decode` leaves out special ones. Marks such as `<tool_call>` of Qwen are not special.
     """
 
     def __init__(self, folder: Path, stops: frozenset[int], vocab_size: int, template: str | None = None) -> None:
@@ -102,7 +102,7 @@ class PretrainedTokenizer:
             self.inner.chat_template = template
         self.template = str(self.inner.chat_template or "")
         added = self.inner.added_tokens_decoder
-        self.special_texts: Mapping[int, str] = {name: token.content for name, token in added.items() if token.special}
+        self.added_texts: Mapping[int, str] = {name: token.content for name, token in added.items()}
         own = self.inner.eos_token_id
         self.stops = stops | ({own} if isinstance(own, int) else frozenset())
         self.vocab_size = vocab_size

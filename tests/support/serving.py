@@ -170,13 +170,13 @@ class Letters:
 
     Attributes:
         template: Of chats, as far as the server reads formats in it.
-        special_texts: Texts of tokens that `decode` leaves out.
+        added_texts: Texts of tokens that `decode` leaves out.
     """
 
     stops = frozenset([STOP])
     vocab_size = VOCAB
     template = ""
-    special_texts: Mapping[int, str] = {}
+    added_texts: Mapping[int, str] = {}
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         check_text(text, most, 2)  # an umlaut

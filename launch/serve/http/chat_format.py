@@ -25,12 +25,12 @@ class ChatFormat:
     Attributes:
         tools: "hermes", "llama", "harmony" or a form of XML; "none" where no calls are served.
         reasoning: "think" or "harmony"; "none" where it stays a part of the content, or, in Harmony, is left out.
-        specials: Texts of special tokens with the tokens.
+        tokens: Texts of added tokens with the tokens. Grammars name these: llguidance takes no letters in their place.
     """
 
     tools: str
     reasoning: str
-    specials: Mapping[str, int]
+    tokens: Mapping[str, int]
 
     def parser(self, body: Chat, opened: bool) -> AnswerParser | None:
         """Return the parser of an answer; None where all of it is content.
@@ -41,7 +41,7 @@ class ChatFormat:
         """
         callable_tools = body.tools if body.tool_choice != "none" else ()
         most = (MAX_TOOLS if body.parallel_tool_calls else 1) if callable_tools else 0
-        found = {token: text for text, token in self.specials.items()}
+        found = {token: text for text, token in self.tokens.items()}
         if self.tools == "harmony":
             reasoning = body.include_reasoning and self.reasoning != "none"
             return HarmonyParser(_those(found, marks.HARMONY), reasoning=reasoning, most_calls=most)
@@ -84,12 +84,12 @@ class ChatFormat:
         """Return whether a prompt ends where reasoning has begun: some templates write `<think>` themselves."""
         if self.reasoning != "think":
             return False
-        tail = [tokenizer.special_texts.get(token) or tokenizer.decode([token]) for token in prompt[-TAIL:]]
+        tail = [tokenizer.added_texts.get(token) or tokenizer.decode([token]) for token in prompt[-TAIL:]]
         return "".join(tail).rstrip().endswith(marks.THINK)
 
     def _mark(self, text: str) -> str:
-        """Return a text in Lark's syntax: a token where it is a special one."""
-        return f"<[{self.specials[text]}]>" if text in self.specials else json.dumps(text)
+        """Return a text in Lark's syntax: a token where it is one."""
+        return f"<[{self.tokens[text]}]>" if text in self.tokens else json.dumps(text)
 
     @property
     def _line(self) -> str:
@@ -126,7 +126,7 @@ class ChatFormat:
             rules.append("start: main")
             return
         end = self._mark(marks.END_THINK)
-        rules.append(f"thought: TEXT {end}" if marks.END_THINK in self.specials else f"thought[suffix={end}]: TEXT")
+        rules.append(f"thought: TEXT {end}" if marks.END_THINK in self.tokens else f"thought[suffix={end}]: TEXT")
         rules.append(f"start: {'thought WS?' if opened else f'({self._mark(marks.THINK)} thought WS?)?'} main")
 
     def _add_free(self, rules: list[str]) -> None:
@@ -134,8 +134,8 @@ class ChatFormat:
         if self.tools == "llama":
             rules.extend(["PLAIN: /[^{](.|\\n)*/", "free: PLAIN | calls |"])
             return
-        begin, special = self._mark(marks.TOOL_CALL), marks.TOOL_CALL in self.specials
-        rules.append(f"head: TEXT {begin}" if special else f"head[lazy]: TEXT {begin}")
+        begin, is_token = self._mark(marks.TOOL_CALL), marks.TOOL_CALL in self.tokens
+        rules.append(f"head: TEXT {begin}" if is_token else f"head[lazy]: TEXT {begin}")
         rules.extend([f"said: head {self._called}", "free: said* TEXT"])
 
     def _add_harmony(self, grammar: Grammar, tools: Sequence[Tool], must_call: bool) -> None:
@@ -178,9 +178,9 @@ def chat_format(args: ServeArgs, tokenizer: Tokenizer) -> ChatFormat:
 
     Raises ValueError for Harmony where the tokenizer lacks its tokens.
     """
-    template, specials = tokenizer.template, {text: token for token, text in tokenizer.special_texts.items()}
+    template, tokens = tokenizer.template, {text: token for token, text in tokenizer.added_texts.items()}
     tools = _tools_of(template) if args.tool_format == "auto" else args.tool_format
-    missing = [text for text in marks.HARMONY[:5] if text not in specials]
+    missing = [text for text in marks.HARMONY[:5] if text not in tokens]
     if tools == "harmony" and missing:
         if args.tool_format == "harmony":
             raise ValueError(
@@ -190,10 +190,10 @@ def chat_format(args: ServeArgs, tokenizer: Tokenizer) -> ChatFormat:
         tools = "none"
     reasoning = args.reasoning_format
     if reasoning == "auto":
-        reasoning = "think" if marks.END_THINK in template or marks.END_THINK in specials else "none"
+        reasoning = "think" if marks.END_THINK in template or marks.END_THINK in tokens else "none"
     if tools == "harmony":
         reasoning = "none" if args.reasoning_format == "none" else "harmony"
-    return ChatFormat(tools, reasoning, specials)
+    return ChatFormat(tools, reasoning, tokens)
 
 
 def _tools_of(template: str) -> str:

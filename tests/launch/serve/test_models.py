@@ -210,7 +210,7 @@ def test_tools_calls_and_results_go_to_the_chat_template(folder):
         tokenizer.chat([], None, tools=given)
     with pytest.raises(ChatTemplateError, match="tools must be left out for a model whose chat template does not"):
         PretrainedTokenizer(folder, frozenset(), 400).chat([], None, given)
-    assert tokenizer.special_texts[0] == "<|end|>"
+    assert tokenizer.added_texts[0] == "<|end|>"
 
 
 def test_requests_beyond_a_table_of_positions_are_refused_before_one_comes(tmp_path):

@@ -23,8 +23,11 @@ from torch import Tensor
 from ringattn.launch.serve import scheduler
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.grammar import NEEDED, GrammarCompiler, GrammarError, TokenGrammar
+from ringattn.launch.serve.http.api import Chat
+from ringattn.launch.serve.http.chat_format import chat_format
 from ringattn.launch.serve.model_runner import ModelRunner
 from ringattn.launch.serve.models import load_model, make_cache
+from ringattn.launch.serve.tokenizer import PretrainedTokenizer
 from ringattn.ring import Ring
 from tests.launch.serve.test_http import going_on, read_chunks
 from tests.launch.serve.test_models import CONFIG, _tokenizer
@@ -87,20 +90,20 @@ class Script(FakeRunner):
 class Marked(Letters):
     """Letters with special tokens, and a template that reads tools."""
 
-    special_texts: Mapping[int, str] = dict(
+    added_texts: Mapping[int, str] = dict(
         enumerate(("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<t>"), 1)
     )
     template = "tools"
 
     def decode(self, tokens: Any) -> str:
-        return super().decode([token for token in tokens if token not in self.special_texts])
+        return super().decode([token for token in tokens if token not in self.added_texts])
 
     def token_bytes(self, token: int) -> bytes | None:
-        return None if token in self.special_texts else super().token_bytes(token)
+        return None if token in self.added_texts else super().token_bytes(token)
 
     def tokens(self, text: str) -> list[int]:
         """Tokens of a text with those of special tokens."""
-        ids = {mark: token for token, mark in self.special_texts.items()}
+        ids = {mark: token for token, mark in self.added_texts.items()}
         return [
             token
             for part in re.split("(" + "|".join(map(re.escape, ids)) + ")", text)
@@ -404,7 +407,7 @@ XML_TOOL = function(
 class GlmTokens(Marked):
     """The tags of a form of XML are special tokens."""
 
-    special_texts: Mapping[int, str] = dict(
+    added_texts: Mapping[int, str] = dict(
         enumerate(("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), 1)
     )
 
@@ -447,6 +450,25 @@ def test_tags_that_are_special_tokens_are_these_tokens_in_grammars_and_answers()
         for choice in ("auto", "required"):
             [found] = post(served, tools=[XML_TOOL], tool_choice=choice, temperature=0).json()["choices"]
             assert calls_of(found) == [("write", '{"text": "a<b", "maybe": "x/y"}')]
+
+
+def test_marks_that_a_vocabulary_adds_are_tokens_of_grammars_special_or_not(tmp_path: Path):
+    """As `<tool_call>` and `<think>` of Qwen, which are not special."""
+    tokenizer = _tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    tokenizer.save_pretrained(tmp_path)
+    served = PretrainedTokenizer(tmp_path, frozenset(), len(tokenizer))
+    body = Chat.model_validate({"messages": MESSAGES, "tools": [function("stop")], "tool_choice": "required"})
+    form = chat_format(ServeArgs("tiny", tool_format="hermes"), served)
+    grammar = form.grammar(body, False)
+    assert grammar is not None
+    state = GrammarCompiler(served).compile(grammar.text())
+    call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    tokens = served.encode(f"<think>so</think>\n\n{call}\n{call}")
+    assert set(tokens) >= set(range(len(tokenizer) - 4, len(tokenizer)))
+    for token in tokens:
+        assert state.mask[token // 8] >> token % 8 & 1, served.decode([token])
+        state.advance(token)
 
 
 CALLS = {
