@@ -21,7 +21,11 @@ Tools = Sequence[dict[str, Any]] | None  # tools of a chat, as OpenAI writes the
 
 
 class ChatTemplateError(ValueError):
-    """A model has no chat template, or its template rejects the messages."""
+    """A model has no chat template, or its template rejects a field of the request."""
+
+    def __init__(self, message: str, field: str = "messages") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class TextTooLongError(ValueError):
@@ -64,9 +68,10 @@ class ByteTokenizer:
     ) -> list[int]:
         """Return one line for each message; raises ChatTemplateError for tools and options, which belong to templates."""
         if tools:
-            raise ChatTemplateError("tools must be left out for tokens of bytes, whose chats have no template")
+            raise ChatTemplateError("tools must be left out for tokens of bytes, whose chats have no template", "tools")
         if options:
-            raise ChatTemplateError(f"chat_template_kwargs must be left out for tokens of bytes, got {sorted(options)}")
+            what = f"chat_template_kwargs must be left out for tokens of bytes, got {sorted(options)}"
+            raise ChatTemplateError(what, "chat_template_kwargs")
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join([*lines, "assistant: "]), most)
 
@@ -150,14 +155,14 @@ class PretrainedTokenizer:
             raise ChatTemplateError(
                 "the model must have a chat template to chat, got none in its folder; use /v1/completions"
             )
-        own = inspect.signature(self.inner.apply_chat_template).parameters
+        own = {*inspect.signature(self.inner.apply_chat_template).parameters, "messages"}
         if wrong := [name for name in options if name in own or not self.template_reads(name)]:
-            raise ChatTemplateError(
-                f"chat_template_kwargs must be variables that the chat template reads, got {wrong[0]!r}"
-            )
+            what = f"chat_template_kwargs must be variables that the chat template reads, got {wrong[0]!r}"
+            raise ChatTemplateError(what, "chat_template_kwargs")
         if tools:
             if not self.template_reads("tools"):
-                raise ChatTemplateError("tools must be left out for a model whose chat template does not read them")
+                what = "tools must be left out for a model whose chat template does not read them"
+                raise ChatTemplateError(what, "tools")
             options["tools"] = list(tools)
         try:
             text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)

@@ -43,7 +43,7 @@ MAX_LOGPROBS = 20
 MAX_SCORES = 2**20  # maximum of logprobs of an answer, all choices together: some 70 MiB of JSON
 MAX_NAMED = 1024  # maximum of tokens in `logit_bias` or `stop_token_ids`
 
-FIELD = re.compile("(?!(str|int|float|bool)$)\\w+")
+FIELD = re.compile("(?!(str|int|float|bool|NamedTool)$)\\w+")
 
 _SAMPLING = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty min_tokens".split()
 """Fields that `Sampling` has as they are."""
@@ -51,6 +51,14 @@ _SAMPLING = "temperature top_p min_p repetition_penalty presence_penalty frequen
 _to_json = msgspec.json.Encoder().encode
 
 
+def _check_few(value: Any) -> Any:
+    """Refuse a dict before its entries are read, each of which may add an error."""
+    if isinstance(value, dict) and len(value) > MAX_NAMED:
+        raise ValueError(f"must have at most {MAX_NAMED} entries, got {len(value)}")
+    return value
+
+
+FEW = BeforeValidator(_check_few)
 Count = Annotated[Int, Field(ge=1, le=MAX_REQUEST_TOKENS)]
 Token = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -117,10 +125,10 @@ class _Body(Strict):
     stream_options: StreamOptions = StreamOptions()
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Token, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=MAX_NAMED)
+    logit_bias: Annotated[dict[Token, Annotated[float, Field(ge=-100, le=100)]], FEW] = {}
     # fields that say nothing about the answer
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], FEW] = {}
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # not OpenAI's, with vLLM's names
@@ -139,6 +147,13 @@ class _Body(Strict):
     def answer_part(self) -> tuple[str, Any] | None:
         """Kind and definition of the grammar of the answer (`Grammar.parts`); None for any text."""
         return answer_part(self.response_format, self.structured_outputs)
+
+    @property
+    def format_field(self) -> str:
+        """The field that asks for a grammar, if one does."""
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        return "tools" if self.answer_part is None else "response_format"
 
     def check_free(self) -> None:
         """Raise RequestError for options that contradict a grammar, which decides where an answer ends."""
@@ -233,7 +248,7 @@ class Message(Strict):
     neutral: ClassVar[dict[str, Any]] = {"type": ("text",), "annotations": ([],), "refusal": ("",)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
     # for the chat template
     name: str | None = None
     reasoning_content: str | None = None
@@ -294,7 +309,7 @@ class Chat(_Body):
         "function_call": "pass tool_choice",
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -359,11 +374,13 @@ def read_body(kind: type[Chat] | type[Completion], data: bytes | bytearray) -> C
             kind_of_body = "JSON" if first["type"] == "json_invalid" else "a JSON object"
             message = f"the body must be {kind_of_body}, got: {what.removeprefix('Invalid JSON: ')}"
             raise RequestError(400, message[:500], code="invalid_json") from None
+        given = ascii_only(json.dumps(first["input"]))[:50]
         if first["type"] == "extra_forbidden":
             verb = "are" if names[-1].endswith("s") else "is"
-            message = f"{where} {verb} not supported, got {ascii_only(json.dumps(first['input']))[:50]}; leave it out"
+            message = f"{where} {verb} not supported, got {given}; leave it out"
             raise RequestError(400, message, where, "unsupported_parameter") from None
-        raise RequestError(400, f"{where}: {what}"[:500], where) from None
+        shown = "" if first["type"] in ("missing", "too_long", "too_short", "value_error") else f", got {given}"
+        raise RequestError(400, f"{where}: {what[:400]}{shown}", where) from None
 
 
 ScoredToken = tuple[int, int, Logprob | None]  # a token, where it begins in the text, and its logprobs

@@ -60,6 +60,7 @@ class Prepared:
         submit: The message for the engine.
         encoded: The message as bytes, if it is complete.
         grammar: Of its answers, which is compiled before the message is complete.
+        format_field: The field that asks for the grammar.
     """
 
     streams: bool
@@ -68,6 +69,7 @@ class Prepared:
     submit: Submit
     encoded: bytes
     grammar: Grammar | None
+    format_field: str
 
 
 class CancellableResponse(Response):
@@ -206,7 +208,7 @@ class CompletionHandler:
         async def work(scope: Scope, receive: Receive, send: Send) -> None:
             ready = await self._tokenized(prepare, "messages" if kind is Chat else "prompt")
             streams, writer = ready.streams, ready.writer
-            encoded = ready.encoded if ready.grammar is None else await self._compiled(ready.submit, ready.grammar)
+            encoded = ready.encoded if ready.grammar is None else await self._compiled(ready, ready.grammar)
             take = writer.push if streams else writer.record
             with OpenRequests(self.client, self.metrics, ready.ids, encoded, take, arrived, each=streams) as requests:
                 # the last lines leave with the end: a write costs more than a line
@@ -226,21 +228,21 @@ class CompletionHandler:
         try:
             return await _in_time(prepare, self._args.time_limit, f"{what}; ask for less, or try later")
         except ChatTemplateError as error:
-            raise RequestError(400, ascii_only(str(error))[:500], field) from None
+            raise RequestError(400, ascii_only(str(error))[:500], error.field) from None
         except TextTooLongError as error:
             what = f"{field} must fit into {self._max_length} tokens, got {error} or more"
             raise RequestError(400, what, field, "context_length_exceeded") from None
 
-    async def _compiled(self, submit: Submit, grammar: Grammar) -> bytes:
+    async def _compiled(self, ready: Prepared, grammar: Grammar) -> bytes:
         """Return the message for the engine with a grammar; raise RequestError if that does not compile, in time."""
         compiler = self._compiler
         if isinstance(compiler, str):
-            raise RequestError(400, f"a required format or call {compiler}", code=GRAMMAR)
+            raise RequestError(400, f"a required format or call {compiler}", ready.format_field, GRAMMAR)
 
         def compile_and_encode() -> bytes:
-            submit.grammar = grammar.text()
-            compiler.compile(submit.grammar)
-            return encode(submit)
+            ready.submit.grammar = grammar.text()
+            compiler.compile(ready.submit.grammar)
+            return encode(ready.submit)
 
         what = f"the format of the answer must compile in {GRAMMAR_S:g} s, its wait for others included"
         try:
@@ -248,7 +250,7 @@ class CompletionHandler:
             return await _in_time(compiled, GRAMMAR_S, f"{what}; ask for a simpler one, or try later")
         except GrammarError as error:
             what = f"the format of the answer must compile, got: {ascii_only(str(error))}"
-            raise RequestError(400, what[:500], code=GRAMMAR) from None
+            raise RequestError(400, what[:500], ready.format_field, GRAMMAR) from None
 
     def _chat_tokens(self, body: Chat) -> list[int]:
         """Return the prompt of a chat."""
@@ -332,7 +334,7 @@ class CompletionHandler:
         )
         ids, submit = [request.id for request in requests], Submit(prompts, requests, arrived)
         encoded = encode(submit) if grammar is None else b""
-        return Prepared(body.stream, writer, ids, submit, encoded, grammar)
+        return Prepared(body.stream, writer, ids, submit, encoded, grammar, body.format_field)
 
     def _check_prompt(self, tokens: list[int], field: str) -> None:
         if not tokens:

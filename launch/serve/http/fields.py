@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -68,7 +69,8 @@ class Strict(BaseModel):
         for name in kept.keys() & cls.refused.keys():
             what = f"{name} {'are' if name.endswith('s') else 'is'} not supported; {cls.refused[name]}"
             raise RequestError(400, what, name, "unsupported_parameter")
-        return kept
+        # with one field more than there are, one is unknown, and refused; an error for each of many would take memory
+        return dict(itertools.islice(kept.items(), len(cls.model_fields) + 1))
 
 
 class Function(Strict):
@@ -132,8 +134,6 @@ class ToolCall(Strict):
 class JsonSchema(Strict):
     """The schema of an answer."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] | bool = Field({"type": "object"}, alias="schema")
@@ -167,8 +167,6 @@ class StructuredOutputs(Strict):
         "whitespace_pattern": "white space between parts of JSON is bounded by the server; leave it out",
         "structural_tag": "pass tools with tool_choice, or a grammar",
     }
-
-    model_config = ConfigDict(populate_by_name=True)
 
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json")  # a schema, or its JSON
     regex: str | None = None  # of the whole answer

@@ -287,8 +287,6 @@ def test_the_chat_template_tells_the_format_unless_a_flag_does(template, tools, 
     assert (fixed.tools, fixed.reasoning) == ("llama", "none")
     with pytest.raises(ValueError, match="tool_format must be one whose special tokens the tokenizer has"):
         chat_format(ServeArgs("fake", tool_format="harmony"), tokenizer)
-    tokenizer.added_texts = dict(
-        enumerate(("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"), 1)
-    )
+    tokenizer.added_texts = dict(enumerate(("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"), 1))
     assert chat_format(ServeArgs("fake", tool_format="harmony"), tokenizer).reasoning == "harmony"
     assert (chat_format(ServeArgs("fake"), tokenizer).tools == "harmony") == ("<|channel|>" in template)

@@ -17,10 +17,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from ringattn.launch.serve import engine_server
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.http import completions, connections
+from ringattn.launch.serve.http.api import Chat, Completion, read_body
+from ringattn.launch.serve.http.fields import RequestError
 from tests.support import serving
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters, answer, follow, text_of
 from tests.support.timing import HANGS_S, wait_for
@@ -525,7 +528,7 @@ BAD = [
     ({"prompt": [-1]}, "tokens must be from 0 to 255, got -1 to -1"),
     ({"prompt": "\ud800"}, "must be JSON, got: unexpected end of hex escape"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens: "),
-    ({"prompt": "a", "max_tokens": "5"}, "max_tokens: "),
+    ({"prompt": "a", "max_tokens": "5"}, 'max_tokens: Input should be a valid integer, got "5"'),
     ({"prompt": "a", "max_tokens": True}, "max_tokens: "),
     ({"prompt": "a", "max_tokens": 3000}, r"must fit into 3000 tokens, got 1 \+ 3000 = 3001"),
     ({"prompt": "a", "temperature": -1}, "temperature: "),
@@ -587,6 +590,25 @@ def test_malformed_bodies_get_a_400_that_says_why(http, body, message):
     assert re.search(message, error["message"]), error["message"]
 
 
+MANY: dict[str, tuple[type[Chat] | type[Completion], dict[str, Any]]] = {
+    "messages": (Chat, {"messages": [1] * 2000}),
+    "messages.0.content.0": (Chat, {"messages": [{"role": "user", "content": [1] * 2000}]}),
+    "metadata": (Completion, {"prompt": "a", "metadata": {str(i): 1 for i in range(2000)}}),
+    "logit_bias": (Completion, {"prompt": "a", "logit_bias": {f"x{i}": 1 for i in range(2000)}}),
+    "x0": (Completion, {"prompt": "a", **{f"x{i}": 1 for i in range(2000)}}),
+}
+
+
+@pytest.mark.parametrize("where", list(MANY))
+def test_a_body_with_many_faults_takes_the_memory_of_few(where):
+    kind, body = MANY[where]
+    with pytest.raises(ValidationError) as many:
+        kind.model_validate_json(json.dumps(body))
+    assert many.value.error_count() < 50
+    with pytest.raises(RequestError, match=re.escape(where)):
+        read_body(kind, json.dumps(body).encode())
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -611,6 +633,10 @@ def test_malformed_bodies_get_a_400_that_says_why(http, body, message):
             "max_tokens must be left out",
         ),
         ({"messages": [{"role": "user", "content": "x"}], "functions": [{}]}, "functions are not supported"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "tool_choice": {"type": "auto"}},
+            "tool_choice.type: Input should be 'function', got \"auto\"",
+        ),
     ],
 )
 def test_malformed_chats_get_a_400_that_says_why(http, body, message):

@@ -310,8 +310,9 @@ def test_a_template_of_a_file_and_its_variables(folder, tmp_path):
         assert one.decode(one.chat(chat, enable_thinking=True)) == "the ring thinks"
         # code, arguments of transformers, and variables that would be accepted and ignored
         for name in ("chat_template", "tokenize", "messages", "conversation", "self", "thinking", "enable.thinking"):
-            with pytest.raises(ChatTemplateError, match=r"chat_template_kwargs|messages must be"):
+            with pytest.raises(ChatTemplateError, match="chat_template_kwargs must be") as refused:
                 one.chat(chat, **{name: "{{ 1 }}"})
+            assert refused.value.field == "chat_template_kwargs"
     with pytest.raises(ChatTemplateError, match="chat_template_kwargs"):
         ByteTokenizer().chat(chat, enable_thinking=True)
     with pytest.raises(Refusal, match="chat_template must be left out"):

@@ -334,7 +334,9 @@ def test_a_request_that_is_cancelled_while_its_grammar_compiles_is_never_compute
 def test_formats_that_can_not_be_followed_get_a_400_in_bounded_time(noise, options, message):
     found = post(noise, **options)  # which waits for HANGS_S at most
     assert found.status_code == 400, found.text
-    assert message in found.json()["error"]["message"]
+    error = found.json()["error"]
+    assert message in error["message"]
+    assert error["param"] in options
     noise.assert_idle()
 
 
