@@ -137,14 +137,16 @@ def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
     return args
 
 
-def check_host_memory(gib: float, ranks: int) -> None:
-    """Raise Refusal if this machine has less memory than its ranks want for evicted prefixes, `gib` each."""
+def check_host_memory(args: ServeArgs, ranks: int, on_cpu: bool) -> None:
+    """Raise Refusal if this machine has less memory than its ranks want for evicted prefixes, or on CPUs for the cache."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if gib * ranks > there:
-        raise Refusal(
-            f"host_cache_gib must be at most {int(there / ranks * 10) / 10:g} for {ranks} ranks on a machine of {there:.1f} GiB, "
-            f"got {gib:g}; pass another --host-cache-gib"
-        )
+    for name in ("host_cache_gib", "cache_gib") if on_cpu else ("host_cache_gib",):
+        gib = getattr(args, name) or 0.0
+        if gib * ranks > there:
+            raise Refusal(
+                f"{name} must be at most {int(there / ranks * 10) / 10:g} for {ranks} ranks on a machine of {there:.1f} GiB, "
+                f"got {gib:g}; pass another --{name.replace('_', '-')}"
+            )
 
 
 def raise_file_limit(most: int) -> None:

@@ -150,7 +150,8 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
     ring = Ring(timeout=datetime.timedelta(seconds=args.timeout))
     problem, served, whole = "", None, least_gpu_bytes(session)
     try:
-        check_host_memory(args.host_cache_gib, int(os.environ.get("LOCAL_WORLD_SIZE", session.world_size)))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", session.world_size))
+        check_host_memory(args, ranks, session.device.type == "cpu")
         args = resolve_weights(args, session.device, session.world_size, whole)
         planned = "" if whole is None else check_memory(args, session.device, session.world_size, whole)
         if planned:
@@ -166,7 +167,7 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
         ring.assert_equal_across_ranks("flags and model", problem or f"{flags} {served.facts if served else ''}")
     except ValueError as error:
         raise Refusal(str(error)) from None
-    if served is None:
+    if problem or served is None:
         raise Refusal(problem)
     if served.random_weights:
         session.say(f"{args.model}: random weights of seed {args.seed}, so answers make no sense")

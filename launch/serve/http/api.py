@@ -41,6 +41,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_SCORES = 2**20  # maximum of logprobs of an answer, all choices together: some 70 MiB of JSON
+MAX_TOOL_BYTES = 2**20  # of parameters, as JSON: a chat template takes seconds for more
 MAX_NAMED = 1024  # maximum of tokens in `logit_bias` or `stop_token_ids`
 
 FIELD = re.compile("(?!(str|int|float|bool|NamedTool)$)\\w+")
@@ -125,10 +126,10 @@ class _Body(Strict):
     stream_options: StreamOptions = StreamOptions()
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: Annotated[dict[Token, Annotated[float, Field(ge=-100, le=100)]], FEW] = {}
+    logit_bias: Annotated[dict[Token, Annotated[float, Field(ge=-100, le=100)]], FEW] = Field({})
     # fields that say nothing about the answer
     user: str | None = None
-    metadata: Annotated[dict[str, str], FEW] = {}
+    metadata: Annotated[dict[str, str], FEW] = Field({})
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # not OpenAI's, with vLLM's names
@@ -330,6 +331,10 @@ class Chat(_Body):
         return self
 
     def _check_tools(self) -> None:
+        if (size := len(_to_json([tool.function.parameters for tool in self.tools]))) > MAX_TOOL_BYTES:
+            raise RequestError(
+                400, f"tools must have at most {MAX_TOOL_BYTES} bytes of parameters, got {size}", "tools"
+            )
         names = [tool.function.name for tool in self.tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise RequestError(400, f"tools must have different names, got {twice[0]!r} twice", "tools")

@@ -265,6 +265,11 @@ class CompletionHandler:
             raise RequestError(
                 400, f"{what}, got {ascii_only(body.reasoning_effort)!r}; leave it out", "reasoning_effort"
             )
+        if (
+            count := len(body.messages)
+        ) > self._max_length:  # each has a token at least; a template takes 50 us for one
+            what = f"messages must fit into {self._max_length} tokens, got {count} messages"
+            raise RequestError(400, what, "messages", "context_length_exceeded")
         tools = None if body.tool_choice == "none" else [one.model_dump(exclude_unset=True) for one in body.tools]
         messages = [message.template_message() for message in body.messages]
         return self._tokenizer.chat(messages, self._max_length, tools, **options)

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from ringattn.launch.serve import engine_server
 from ringattn.launch.serve.config import ServeArgs
-from ringattn.launch.serve.http import completions, connections
+from ringattn.launch.serve.http import api, completions, connections
 from ringattn.launch.serve.http.api import Chat, Completion, read_body
 from ringattn.launch.serve.http.fields import RequestError
 from tests.support import serving
@@ -823,6 +823,20 @@ def test_a_text_that_can_not_fit_is_refused_before_it_is_tokenized(http):
         error = answer.json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", name)
         assert re.search(f"{name} must fit into 3000 tokens, got 35.. or more", error["message"])
+
+
+def test_more_messages_than_tokens_and_long_schemas_never_reach_the_template(monkeypatch):
+    """The template would take seconds of a thread that tokenizes long bodies for all."""
+    monkeypatch.setattr(Letters, "chat", None)
+    monkeypatch.setattr(api, "MAX_TOOL_BYTES", 1000)
+    function = {"name": "f", "parameters": {"enum": ["x" * 1000]}}
+    said = [{"role": "user", "content": "x"}]
+    many, long = {"messages": said * 101}, {"messages": said, "tools": [{"type": "function", "function": function}]}
+    with FakeServer(FakeRunner(), length=100) as served:
+        errors = [httpx.post(f"{served.url}/v1/chat/completions", json=body).json()["error"] for body in (many, long)]
+    assert [error["param"] for error in errors] == ["messages", "tools"]
+    assert errors[0]["code"] == "context_length_exceeded"
+    assert "must have at most 1000 bytes" in errors[1]["message"]
 
 
 def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():

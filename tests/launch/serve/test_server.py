@@ -31,7 +31,7 @@ from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.common.distributed import Refusal, Session
 from ringattn.launch.serve import run
 from ringattn.launch.serve.__main__ import main
-from ringattn.launch.serve.config import KEY, TINY, ServeArgs, parse, raise_file_limit
+from ringattn.launch.serve.config import KEY, TINY, ServeArgs, check_host_memory, parse, raise_file_limit
 from ringattn.launch.serve.messages import Heartbeat, StepCommand, ToRank
 from ringattn.launch.serve.models import load_model
 from ringattn.launch.serve.rank_channel import RankChannel
@@ -520,8 +520,24 @@ def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys, mon
         flags = ["--model", "tiny", "--device", "cpu", "--nproc", "1", "--port", str(taken.getsockname()[1])]
         assert main(flags) == 1
     assert "host and port must be free to listen on" in capsys.readouterr().err
-    assert main([*flags, "--cache-gib", "1e-9"]) == 1
-    assert "memory must hold a page of 64 tokens at least" in capsys.readouterr().err
+    for wrong, message in (
+        (["--cache-gib", "1e-9"], "memory must hold a page of 64 tokens at least"),
+        (["--tool-format", "harmony"], "tool_format must be one whose special tokens the tokenizer has"),
+    ):
+        assert main([*flags, *wrong]) == 1
+        said = capsys.readouterr().err
+        assert message in said
+        assert "Traceback" not in said
+
+
+def test_a_cache_in_host_memory_is_at_most_that():
+    check_host_memory(ServeArgs("tiny", cache_gib=1e9), 2, on_cpu=False)
+    for args, name in (
+        (ServeArgs("tiny", cache_gib=1e9), "cache_gib"),
+        (ServeArgs("tiny", host_cache_gib=1e9), "host_cache_gib"),
+    ):
+        with pytest.raises(Refusal, match=f"^{name} must be at most .* for 2 ranks"):
+            check_host_memory(args, 2, on_cpu=True)
 
 
 def test_a_full_disk_is_not_taken_for_a_port_in_use(monkeypatch):
