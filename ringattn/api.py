@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -115,81 +115,22 @@ def ring_attention(
         >>> ring_attention(q, k, v, sharding, causal=True).shape
         torch.Size([1, 5, 1, 16])
     """
-    return ring_attention_with_lse(
-        q,
-        k,
-        v,
-        sharding,
-        kv_sharding=kv_sharding,
-        causal=causal,
-        window=window,
-        prefix_len=prefix_len,
-        chunk_len=chunk_len,
-        lengths=lengths,
-        mask=mask,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        key_bias=key_bias,
-        bias=bias,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        deterministic=deterministic,
-        impl=impl,
-        backward=backward,
-    )[0]
-
-
-def ring_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sharding: Sharding,
-    *,
-    kv_sharding: Sharding | None = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    prefix_len: int = 0,
-    chunk_len: int | None = None,
-    lengths: Sequence[Sequence[int]] | Tensor | None = None,
-    mask: Mask | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    deterministic: bool = False,
-    impl: str | None = None,
-    backward: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """`ring_attention` that also returns lse, which is differentiable.
-
-    Takes the arguments of `ring_attention` and raises what it raises.
-
-    Returns:
-        o `b s h dv` in q's dtype, and lse `b h s`: natural log of the sum of exponentials over all visible keys (and
-        the sink), fp32 (fp64 for fp64 inputs); -inf on rows that see nothing.
-    """
     options = {
-        "softmax_scale": softmax_scale,
         "causal": causal,
         "window": window,
         "prefix_len": prefix_len,
         "chunk_len": chunk_len,
         "lengths": lengths,
         "mask": mask,
+        "softmax_scale": softmax_scale,
         "softcap": softcap,
         "dropout_p": dropout_p,
+        "deterministic": deterministic,
         "impl": impl,
         "backward": backward,
-        "deterministic": deterministic,
     }
     tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
-    return _attend(q, {"k": k, "v": v}, sharding, kv_sharding, tensors, dropout_seed, options)
+    return _attend(q, {"k": k, "v": v}, sharding, kv_sharding, tensors, dropout_seed, options)[0]
 
 
 class AttentionOptions(MaskOptions, total=False):
@@ -208,6 +149,20 @@ class AttentionOptions(MaskOptions, total=False):
     deterministic: bool
     impl: str | None
     backward: str
+
+
+def ring_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor]:
+    """`ring_attention` that also returns lse, which is differentiable.
+
+    Takes the arguments of `ring_attention` and raises what it raises.
+
+    Returns:
+        o `b s h dv` in q's dtype, and lse `b h s`: natural log of the sum of exponentials over all visible keys (and
+        the sink), fp32 (fp64 for fp64 inputs); -inf on rows that see nothing.
+    """
+    return _attend(q, {"k": k, "v": v}, sharding, *_resolve_keywords(options))
 
 
 def latent_attention(
@@ -284,14 +239,9 @@ def latent_attention_with_lse(
     Returns:
         o `b s h dv` in q's dtype, and lse `b h s` as of `ring_attention_with_lse`.
     """
-    unknown = options.keys() - AttentionOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"options must be keywords of ring_attention, got {sorted(unknown)}; leave them out")
-    given: dict[str, Any] = {**_DEFAULTS, **options, "latents": expand}
-    tensors = ScoreTensors(*(given.pop(name) for name in ScoreTensors._fields))
-    kv_sharding, seed = given.pop("kv_sharding"), given.pop("dropout_seed")
     keys = {"latents": latents, "rotary_keys": rotary_keys, "k_up": k_up, "v_up": v_up}
-    return _attend(q, keys, sharding, kv_sharding, tensors, seed, given)
+    *others, given = _resolve_keywords(options)
+    return _attend(q, keys, sharding, *others, {**given, "latents": expand})
 
 
 _DEFAULTS = {
@@ -299,6 +249,16 @@ _DEFAULTS = {
     for name, parameter in signature(ring_attention).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
+
+
+def _resolve_keywords(options: Mapping[str, Any]) -> tuple[Sharding | None, ScoreTensors, int | None, dict[str, Any]]:
+    """Return kv_sharding, tensors, seed and the other options of keywords of `ring_attention`, which has their defaults."""
+    unknown = options.keys() - _DEFAULTS.keys()
+    if unknown:
+        raise TypeError(f"options must be keywords of ring_attention, got {sorted(unknown)}; leave them out")
+    given = {**_DEFAULTS, **options}
+    tensors = ScoreTensors(*(given.pop(name) for name in ScoreTensors._fields))
+    return given.pop("kv_sharding"), tensors, given.pop("dropout_seed"), given
 
 
 def _attend(
