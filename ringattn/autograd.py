@@ -44,26 +44,16 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # Note [Besid
 _OPTIONS = (
     "Tensor? sinks, Tensor? alibi_slopes, Tensor? key_bias, Tensor? bias, SymInt dropout_seed, str ring, str call"
 )
-_LIBRARY.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
-_LIBRARY.define(
-    f"backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_OPTIONS}, bool[] wanted) "
-    "-> Tensor[]",
-    tags=_TAGS,
-)
-
-_LIBRARY.define(
-    f"latent_forward(Tensor q, Tensor rows, Tensor k_up, Tensor v_up, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS
-)
-_LIBRARY.define(
-    f"latent_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor rows, Tensor k_up, Tensor v_up, Tensor o, Tensor lse, "
-    f"{_OPTIONS}, bool[] wanted) -> Tensor[]",
-    tags=_TAGS,
-)
+for _name, _keys in (("", "Tensor k, Tensor v"), ("latent_", "Tensor rows, Tensor k_up, Tensor v_up")):
+    _LIBRARY.define(f"{_name}forward(Tensor q, {_keys}, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
+    _LIBRARY.define(
+        f"{_name}backward(Tensor? do, Tensor? dlse, Tensor q, {_keys}, Tensor o, Tensor lse, {_OPTIONS}, bool[] wanted) "
+        "-> Tensor[]",
+        tags=_TAGS,
+    )
 
 ring_attention_op = torch.ops.ringattn.forward.default
 ring_attention_backward_op = torch.ops.ringattn.backward.default
-latent_attention_op = torch.ops.ringattn.latent_forward.default
-latent_attention_backward_op = torch.ops.ringattn.latent_backward.default
 
 
 class _SideValues(threading.local):
@@ -361,6 +351,6 @@ _OPERATORS = {
     len(forward._schema.arguments): (forward, backward)
     for forward, backward in (
         (ring_attention_op, ring_attention_backward_op),
-        (latent_attention_op, latent_attention_backward_op),
+        (torch.ops.ringattn.latent_forward.default, torch.ops.ringattn.latent_backward.default),
     )
 }
