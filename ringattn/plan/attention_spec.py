@@ -10,21 +10,18 @@ import ast
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels.interface import PAD_ROWS, Score, accumulation_dtype
 from ringattn.kernels.registry import resolve_impl
-from ringattn.plan.expressions import Mask, check_mask, from_spec
+from ringattn.plan.expressions import check_mask, from_spec
 from ringattn.plan.mask import MaskUnion, ShortForms, fold_mask
-from ringattn.plan.options import MaskOptions, resolve_options
+from ringattn.plan.options import resolve_options
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RingPlan, make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class ScoreTensors(NamedTuple):
@@ -154,18 +151,6 @@ class AttentionSpec:
         return total if self.mask.is_per_batch else total * batch
 
 
-class CallOptions(MaskOptions, total=False):
-    """Options of a call with a default, as in `ring_attention`."""
-
-    mask: Mask | None
-    softcap: float
-    dropout_p: float
-    impl: str
-    backward: str
-    deterministic: bool
-    latents: tuple[int, int, str] | None
-
-
 _SHORT_FORMS = tuple(ShortForms.__annotations__)
 _OF_MASK = {"causal": False, "window": None, "prefix_len": 0, "chunk_len": None, "lengths": None, "mask": None}
 _OF_SCORE = {
@@ -174,9 +159,7 @@ _OF_SCORE = {
 _DEFAULTS: dict[str, Any] = _OF_MASK | _OF_SCORE
 
 
-def serialize(
-    sharding: Sharding, kv_sharding: Sharding | None = None, *, softmax_scale: float, **options: Unpack[CallOptions]
-) -> str:
+def serialize(sharding: Sharding, kv_sharding: Sharding | None = None, *, softmax_scale: float, **options: Any) -> str:
     """Return the text of a call, equal on all ranks, which `AttentionSpec.deserialize` reads; options as in `ring_attention`.
 
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
