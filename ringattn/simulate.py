@@ -24,7 +24,7 @@ from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.ring import sum_in_order
 from ringattn.schedule.execution_plan import BackwardCall, Gradients, WantedGrads
 from ringattn.schedule.latents import Latents
-from ringattn.schedule.validation import check_call, check_latents, check_tensors, expand_bias
+from ringattn.schedule.validation import check_call, check_dims, check_latents, check_tensors, expand_bias
 from ringattn.transport.base import RingContext
 from ringattn.transport.gpu_sharing import ranks_per_gpu, sm_margin_of
 from ringattn.transport.lockstep import run_ranks
@@ -171,40 +171,43 @@ def simulate_ring(
         o = shardings[0].concatenate([part[0] for part in parts], 1)
         lse = shardings[0].concatenate([part[1] for part in parts], 2)
         found = [part[2] for part in parts if part[2] is not None]
-        if not found:
-            return Simulated(o, lse, None)
-        queries, keys = shardings[0], kv_shardings[0]
-        table = (
-            ("q", "dq", queries, 1),
-            ("k", "dk", keys, 1),
-            ("v", "dv", keys, 1),
-            ("sinks", "dsinks", None, 0),
-            ("alibi_slopes", "dalibi", None, 0),
-            ("key_bias", "dkey_bias", keys, 1),
-        )
-        grads: dict[str, Tensor] = {}
-        for name, field, sharding, dim in table:
-            present = [x for grad in found if (x := getattr(grad, field)) is not None]
-            if present:
-                grads[name] = sum_in_order(present) if sharding is None else sharding.concatenate(present, dim)
-        if latents is not None:
-            shares = [grad.latents.shares() for grad in found if grad.latents is not None]
-            ups = [sum_in_order(parts) for parts in zip(*shares, strict=True)]
-            r, dn = latents[0].shape[2], latents[2].shape[1]
-            rows = grads.pop("k")
-            grads |= {
-                "latents": rows[..., :r],
-                "rotary_keys": rows[..., r:],
-                "k_up": ups[0][:, :dn, :r],
-                "v_up": ups[1],
-            }
-            grads.pop("v")
-        grads |= {name: grad.to(q.dtype) for name, grad in grads.items() if name in ("q", "k", "v", *LATENTS)}
-        if bias is not None:
-            is_shared = bias.shape[-2:-1] in ((), (1,))
-            parts = [sum_expanded(grad.dbias, bias.shape, is_shared) for grad in found if grad.dbias is not None]
-            grads["bias"] = sum_in_order(parts) if is_shared else queries.concatenate(parts, bias.dim() - 2)
+        grads = _whole_grads(found, shardings[0], kv_shardings[0], bias, latents, q.dtype) if found else None
         return Simulated(o, lse, grads)
+
+
+def _whole_grads(
+    found: list[Gradients],
+    queries: Sharding,
+    keys: Sharding,
+    bias: Tensor | None,
+    latents: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Return the gradients of all ranks by tensor name: those of rows as whole sequences, the others summed over ranks."""
+    grads: dict[str, Tensor] = {}
+    for name, field, sharding in (
+        ("q", "dq", queries),
+        ("k", "dk", keys),
+        ("v", "dv", keys),
+        ("key_bias", "dkey_bias", keys),
+        ("sinks", "dsinks", None),
+        ("alibi_slopes", "dalibi", None),
+    ):
+        present = [x for grad in found if (x := getattr(grad, field)) is not None]
+        if present:
+            grads[name] = sum_in_order(present) if sharding is None else sharding.concatenate(present, 1)
+    if latents is not None:
+        shares = [grad.latents.shares() for grad in found if grad.latents is not None]
+        k_up, v_up = map(sum_in_order, zip(*shares, strict=True))
+        rows, _ = grads.pop("k"), grads.pop("v")
+        r, dn = latents[0].shape[2], latents[2].shape[1]
+        grads |= zip(LATENTS, (rows[..., :r], rows[..., r:], k_up[:, :dn, :r], v_up), strict=True)
+    grads |= {name: grad.to(dtype) for name, grad in grads.items() if name in ("q", "k", "v", *LATENTS)}
+    if bias is not None:
+        is_shared = bias.shape[-2:-1] in ((), (1,))
+        parts = [sum_expanded(grad.dbias, bias.shape, is_shared) for grad in found if grad.dbias is not None]
+        grads["bias"] = sum_in_order(parts) if is_shared else queries.concatenate(parts, bias.dim() - 2)
+    return grads
 
 
 def _check(
@@ -221,20 +224,18 @@ def _check(
     check_tensors({"q": q, "k": k, "v": v}, tensors)
     numbers = {name: resolve_integer(name, x) for name, x in numbers.items()}
     resolve_flag("save_gathered_kv", save_gathered_kv)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
+    check_dims(q, k, v)
     (b, n, h, d), m = q.shape, k.shape[1]
     bias = None if tensors["bias"] is None else expand_bias(tensors["bias"], q, m)
     score = ScoreTensors(tensors["sinks"], tensors["alibi_slopes"], tensors["key_bias"], bias)
-    shardings = _shardings(n, **layouts, world_size=numbers["world_size"])
+    shardings = _shardings(numbers["world_size"], n, *layouts.values())
     kv_layouts = {**layouts, "documents": None}
-    kv_shardings = shardings if m == n else _shardings(m, **kv_layouts, world_size=numbers["world_size"])
+    kv_shardings = shardings if m == n else _shardings(numbers["world_size"], m, *kv_layouts.values())
     if call["softmax_scale"] is None:
         call = {**call, "softmax_scale": d**-0.5 if d else 1.0}
     # a wrong tensor is named as it was given, before it is cut: as in a ring of one rank
-    [rows] = _shardings(n, "contiguous", shardings[0].documents, None, None, 1)
-    keys = None if m == n else _shardings(m, "contiguous", None, None, None, 1)[0]
+    [rows] = _shardings(1, n, "contiguous", shardings[0].documents, None, None)
+    keys = None if m == n else _shardings(1, m, "contiguous", None, None, None)[0]
     check_call(q, k, v, AttentionSpec.deserialize(call_text(rows, keys, call), 0), score)
     for name, shape in (("do", (b, n, h, v.shape[-1])), ("dlse", (b, h, n))):
         x = tensors[name]
@@ -243,15 +244,9 @@ def _check(
     return shardings, kv_shardings, call, list(numbers.values())
 
 
-def _shardings(
-    seq_len: int,
-    layout: str,
-    documents: Sequence[int] | Tensor | None,
-    balance: dict[str, Any] | Mask | None,
-    segments: Sequence[int] | None,
-    world_size: int,
-) -> list[Sharding]:
-    seq_len, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, segments, world_size)
+def _shardings(world_size: int, seq_len: int, layout: str, *how: Any) -> list[Sharding]:
+    """Return the sharding of each rank; how are documents, balance and segments."""
+    seq_len, boundaries, shards = resolve_shards(seq_len, layout, *how, world_size)
     return [Sharding(seq_len, layout, shards, rank, boundaries) for rank in range(world_size)]
 
 

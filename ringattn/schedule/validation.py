@@ -29,6 +29,13 @@ def check_tensors(needed: Mapping[str, Tensor], options: Mapping[str, Tensor | N
             raise ValueError(f"{name} must have numbers, got a meta tensor; make it real")
 
 
+def check_dims(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless each of them is `b s h d`."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
+
+
 def check_latents(q: Tensor, latents: Tensor, rotary_keys: Tensor, k_up: Tensor, v_up: Tensor, rows: int) -> None:
     """Raise ValueError unless the tensors of latent attention fit each other and the rows of a shard; see `latent_attention`."""
     given = {"latents": latents, "rotary_keys": rotary_keys, "k_up": k_up, "v_up": v_up}
@@ -71,9 +78,7 @@ def expand_bias(bias: Tensor, q: Tensor, kv_len: int, name: str = "bias") -> Ten
 def check_call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tensors: ScoreTensors) -> None:
     """Raise ValueError or NotImplementedError when the tensors, bias after expansion, do not fit each other or the call."""
     given = {name: x for name, x in tensors._asdict().items() if x is not None}
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
+    check_dims(q, k, v)
     if q.dtype not in DTYPES:
         raise ValueError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}")
     for name, x in (("k", k), ("v", v)):
