@@ -25,10 +25,6 @@ WORTH_A_GRAPH = 5
 """Driver calls from which on a launch of a graph costs the host less."""
 
 
-class DriverError(RuntimeError):
-    """An error of the CUDA driver."""
-
-
 class _Word(ctypes.Structure):
     """An entry of a batch: the union CUstreamBatchMemOpParams for one word of 32 bits."""
 
@@ -99,7 +95,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 def load_driver() -> ctypes.CDLL:
-    """Return the CUDA driver, with the argument types of its functions; DriverError where it is missing or too old.
+    """Return the CUDA driver, with the argument types of its functions; RuntimeError where it is missing or too old.
 
     The interpreter lock is released during each call: one may block while the watchdog of a ring must act.
     """
@@ -109,7 +105,7 @@ def load_driver() -> ctypes.CDLL:
             function = getattr(driver, name)
             function.argtypes, function.restype = arguments, c_int
     except (OSError, AttributeError) as error:
-        raise DriverError(
+        raise RuntimeError(
             f"the CUDA driver must be of CUDA 12 or later, got {error}; install a newer driver"
         ) from error
     return driver
@@ -119,7 +115,9 @@ def _refuse(driver: ctypes.CDLL, status: int, doing: str) -> None:
     name = ctypes.c_char_p()
     driver.cuGetErrorName(status, byref(name))
     text = name.value.decode() if name.value else "an unknown error"
-    raise DriverError(f"the CUDA driver must {doing}, got {text} ({status}); look for an earlier error of this process")
+    raise RuntimeError(
+        f"the CUDA driver must {doing}, got {text} ({status}); look for an earlier error of this process"
+    )
 
 
 def _entries(op: Write | Write64 | Wait, pairs: bool) -> list[_Word]:
@@ -144,7 +142,7 @@ class _Calls:
 
 
 class CudaStreams:
-    """`Streams` on a CUDA device; raises DriverError where the driver is missing or too old."""
+    """`Streams` on a CUDA device; raises RuntimeError where the driver is missing or too old."""
 
     def __init__(self, device: torch.device) -> None:
         self._cu = load_driver()
