@@ -315,9 +315,9 @@ def enqueue_or_replay(
     if not is_short or varies or not plan.kernels.can_capture():
         enqueue()
         return
-    key = (*key, id(plan), score.sinks is None, score.alibi_slopes is None)
+    key = (*key, plan, score.sinks is None, score.alibi_slopes is None)
     given += present(score.sinks) + present(score.alibi_slopes)
-    transport.replay_or_enqueue(key, given, made, enqueue, (plan,))
+    transport.replay_or_enqueue(key, given, made, enqueue)
 
 
 def present(x: Tensor | None) -> tuple[Tensor, ...]:

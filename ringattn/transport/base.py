@@ -117,23 +117,17 @@ class Transport:
         """
 
     def replay_or_enqueue(
-        self,
-        key: tuple[Hashable, ...],
-        given: Sequence[Tensor],
-        made: Sequence[Tensor],
-        enqueue: Callable[[], object],
-        held: tuple[Any, ...],
+        self, key: tuple[Hashable, ...], given: Sequence[Tensor], made: Sequence[Tensor], enqueue: Callable[[], object]
     ) -> None:
         """Enqueue a call; one that comes again with the same tensors may be replayed as a CUDA graph.
 
         Args:
-            key: Everything beside the tensors that decides what is enqueued; objects by identity.
+            key: Everything beside the tensors that decides what is enqueued; it is kept as long as a graph.
             given: Tensors that the call reads.
             made: Tensors that the call writes, whose shapes, strides and dtypes follow from the others.
             enqueue: Enqueues the call on the current stream; returns the objects that a graph of it must keep alive.
-            held: The objects that the key names.
         """
-        del key, given, made, held
+        del key, given, made
         enqueue()
 
     def watch_transport(self, link: Transport) -> Transport:

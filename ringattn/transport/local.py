@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +29,7 @@ class LocalTransport(Transport):
         """See `Transport.reserve`; nothing is sent."""
 
     def replay_or_enqueue(
-        self,
-        key: tuple[Hashable, ...],
-        given: Sequence[Tensor],
-        made: Sequence[Tensor],
-        enqueue: Callable[[], object],
-        held: tuple[Any, ...],
+        self, key: tuple[Hashable, ...], given: Sequence[Tensor], made: Sequence[Tensor], enqueue: Callable[[], object]
     ) -> None:
         """See `Transport.replay_or_enqueue`, and Note [Graph cache] of graph_cache.py."""
         streams = self._streams_of(given[0].device)
@@ -47,7 +41,7 @@ class LocalTransport(Transport):
             # temporary tensors of all graphs share memory
             streams.order(self._last[1], stream)
         self._last = streams, stream
-        call = self._graphs.find(key, given, made, held)
+        call = self._graphs.find(key, given, made)
         graph = self._graphs.graph(call, None, streams, enqueue)
         if graph is None:
             enqueue()

@@ -651,9 +651,7 @@ class Again:
 
         self.ranks.streams[rank].call(refresh)
         enqueue = self.come_back if backward else self.forward
-        self.ranks.ends[rank].replay_or_enqueue(
-            ("again", backward), self.inputs[rank], (), lambda: enqueue(rank), (self,)
-        )
+        self.ranks.ends[rank].replay_or_enqueue(("again", self, backward), self.inputs[rank], (), lambda: enqueue(rank))
 
     def forward(self, rank: int, home: Any = None) -> KVGatherHandle:
         self.enqueued[rank] += 1
@@ -834,9 +832,8 @@ def test_survivors_of_a_rank_that_is_lost_in_a_call_that_came_again_end_in_nan(
     attention = Attention(ranks, full(world_size))
 
     def attend(rank: int) -> None:
-        ranks.ends[rank].replay_or_enqueue(
-            ("attend",), (), (), lambda: attention.attend(rank, 1, backward=backward), (attention,)
-        )
+        enqueue = lambda: attention.attend(rank, 1, backward=backward)  # noqa: E731
+        ranks.ends[rank].replay_or_enqueue(("attend",), (), (), enqueue)
 
     for _ in range(5):
         ranks.each(attend)

@@ -442,17 +442,17 @@ def test_graphs_keep_tables_and_programs(launches: list[Launch], steady: Callabl
 def test_calls_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_cache, "CAPACITY", 3)
     known, x = graph_cache.GraphCache(), torch.zeros(1)
-    first, second = (known.find((i,), (x,), (), ()) for i in range(2))
-    assert known.find((0,), (x,), (), ()) is first
+    first, second = (known.find((i,), (x,), ()) for i in range(2))
+    assert known.find((0,), (x,), ()) is first
     for i in range(2, 4):
-        known.find((i,), (x,), (), ())
-    assert known.find((0,), (x,), (), ()) is first, "the one that was used last stays"
-    assert known.find((1,), (x,), (), ()) is not second
+        known.find((i,), (x,), ())
+    assert known.find((0,), (x,), ()) is first, "the one that was used last stays"
+    assert known.find((1,), (x,), ()) is not second
 
 
 def test_a_call_is_captured_on_an_idle_stream_only() -> None:
     known, x, streams = graph_cache.GraphCache(), torch.zeros(1), Idle()
-    call = known.find((0,), (x,), (), ())
+    call = known.find((0,), (x,), ())
     for _ in range(graph_cache.SEEN):
         call.count()
     streams.seen, streams.busy = [], True

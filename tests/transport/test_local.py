@@ -29,7 +29,7 @@ class Calls:
             self.streams.call(lambda: out.add_(x))
             return None
 
-        self.transport.replay_or_enqueue((key,), (x,), (out,), enqueue, ())
+        self.transport.replay_or_enqueue((key,), (x,), (out,), enqueue)
         self.world.drain()
 
 

@@ -39,7 +39,7 @@ IDLE_S = 1.0
 
 @dataclass(eq=False)
 class CachedCall:
-    """A call with certain tensors, seen at most SEEN times, which keeps the `held` objects of its key alive.
+    """A call with certain tensors, seen at most SEEN times.
 
     Attributes:
         takes_turn: It uses the next buffers of gradients.
@@ -47,7 +47,6 @@ class CachedCall:
         graphs: Its graphs, by whether padding rows are cleared and by the turn, each with the objects that it keeps alive.
     """
 
-    held: tuple[Any, ...]
     seen: int = 0
     can_capture: bool = True
     takes_turn: bool = False
@@ -66,9 +65,7 @@ class GraphCache:
         self.captured = self.launched = 0
         self._calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
 
-    def find(
-        self, key: tuple[Hashable, ...], given: Sequence[Tensor], made: Sequence[Tensor], held: tuple[Any, ...]
-    ) -> CachedCall:
+    def find(self, key: tuple[Hashable, ...], given: Sequence[Tensor], made: Sequence[Tensor]) -> CachedCall:
         """Return the entry of a call, new at its first time; takes arguments of `Transport.replay_or_enqueue`."""
         facts: list[Hashable] = [*key, *[x.data_ptr() for x in made]]
         for x in given:
@@ -76,7 +73,7 @@ class GraphCache:
         key = tuple(facts)
         found = self._calls.get(key)
         if found is None:
-            found = self._calls[key] = CachedCall(held)
+            found = self._calls[key] = CachedCall()
             if len(self._calls) > CAPACITY:
                 self._calls.popitem(last=False)
         else:

@@ -198,18 +198,13 @@ class CopyEngineTransport(RankBuffers, Transport):
         return _CopyEngineGradReturn(self, key, plans)
 
     def replay_or_enqueue(  # noqa: D102
-        self,
-        key: tuple[Hashable, ...],
-        given: Sequence[Tensor],
-        made: Sequence[Tensor],
-        enqueue: Callable[[], object],
-        held: tuple[Any, ...],
+        self, key: tuple[Hashable, ...], given: Sequence[Tensor], made: Sequence[Tensor], enqueue: Callable[[], object]
     ) -> None:
         _, capturing = self._enter()
         if capturing or self._grad_return is not None:
             enqueue()
             return
-        known, turn = self._graphs.find(key, given, made, held), self._grad_turn
+        known, turn = self._graphs.find(key, given, made), self._grad_turn
         graph = self._graph_of(known, enqueue)
         if graph is not None:
             self._remote_layout, self._grad_turn = known.layout, 1 - turn if known.takes_turn else turn
