@@ -24,6 +24,7 @@ from ringattn.launch.common.session import Session
 from tests.gpu.test_copy_engine import RANKS, run
 from tests.inference.test_attention import TREES, decode_trees
 from tests.support.budget import assert_within_budget
+from tests.support.device_bytes import transport_bytes
 from tests.support.request_isolation import BAD, SPOILT, attend_beside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -179,7 +180,7 @@ def _rooms(rank: int, world_size: int) -> None:
             step = cache.extend([request], [chunk])
             attend(step, 0, *(step.take(x) for x in draw(chunk, seed=index)), comm_mode="keys")
             transport: Any = ring.context.transport
-            held.append(transport.num_bytes())
+            held.append(transport_bytes(transport))
         assert len(set(held)) == 1, f"rank {rank}, {name}: {held}"
 
 

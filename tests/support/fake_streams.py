@@ -260,9 +260,6 @@ class FakeStreams:
         for stream in beside:
             assert stream not in started or stream in recording.joined, "a stream must be joined inside the capture"
 
-    def graph_bytes(self) -> int:
-        return 0
-
     def rescue(self, ops: Sequence[Op]) -> None:
         for op in ops:
             for make in _items(op):

@@ -30,6 +30,7 @@ from ringattn.transport.copy_engine.transport import CopyEngineTransport
 from ringattn.transport.copy_engine.watchdog import ERROR, HOST_INTS, KERNEL, PLACE, PLACES, Watchdog
 from ringattn.transport.copy_engine.watchdog import FLAG as FLAGGING
 from ringattn.transport.select import PROBE_BYTES, measure_push, node_of
+from tests.support.device_bytes import transport_bytes
 from tests.support.fake_streams import FLAG, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
 from tests.support.short_mask import ShortMask
 
@@ -919,12 +920,12 @@ def test_memory_of_posts_does_not_depend_on_the_number_of_ranks() -> None:
     held = []
     for world_size in (2, 4, 8):
         ranks = Ranks(world_size, 0)
-        before = ranks.ends[0].num_bytes()
+        before = transport_bytes(ranks.ends[0])
         reserve(ranks, 10_000, 20_000)
         rounds = letters(world_size, 8, 1, 10_000)
         exchange_all(ranks, rounds, 1)
         ranks.world.drain()
-        held.append(ranks.ends[world_size - 1].num_bytes() - before)
+        held.append(transport_bytes(ranks.ends[world_size - 1]) - before)
     assert held[0] == held[1] == held[2]
     assert 2 * (100_000 + 200_000) <= held[0] < 1.02 * 2 * (100_000 + 200_000)
 
@@ -932,7 +933,7 @@ def test_memory_of_posts_does_not_depend_on_the_number_of_ranks() -> None:
 def test_without_gradient_messages_only_plain_ones_have_outboxes() -> None:
     ranks = Ranks(2, 0)
     reserve(ranks, 10_000, 0)
-    assert 2 * 100_000 <= ranks.ends[0].num_bytes() < 2.05 * 100_000
+    assert 2 * 100_000 <= transport_bytes(ranks.ends[0]) < 2.05 * 100_000
 
 
 def test_a_post_to_two_peers_is_refused_before_anything_moves() -> None:
@@ -1602,16 +1603,16 @@ def test_buffers_are_made_once_grow_when_needed_and_go_when_closed() -> None:
     ranks, shape = Ranks(3, 0), full(3)
     large = dataclasses.replace(shape, batch=2)
     gather(ranks, shape, 0)
-    held = ranks.ends[0].num_bytes()
+    held = transport_bytes(ranks.ends[0])
     gather(ranks, shape, 1)
-    assert ranks.ends[0].num_bytes() == held
+    assert transport_bytes(ranks.ends[0]) == held
     gather(ranks, large, 2)
-    grown = ranks.ends[0].num_bytes()
+    grown = transport_bytes(ranks.ends[0])
     assert grown > held
     gather(ranks, shape, 3)
-    assert ranks.ends[0].num_bytes() == grown
+    assert transport_bytes(ranks.ends[0]) == grown
     ranks.each(lambda rank: ranks.ends[rank].close())
-    assert ranks.ends[0].num_bytes() == 0
+    assert transport_bytes(ranks.ends[0]) == 0
     gather(ranks, shape, 4)
     ranks.world.drain()
 
@@ -1676,11 +1677,11 @@ def test_room_that_is_made_ahead_is_not_made_again() -> None:
     sizes = large.rows * row, large.gather_plans[0].most_remote_rows * row
     ranks.each(lambda rank: ranks.ends[rank].reserve_gather(*sizes))
     gather(ranks, shape, 0)
-    held, regions = [end.num_bytes() for end in ranks.ends], len(ranks.world.regions)
+    held, regions = [transport_bytes(end) for end in ranks.ends], len(ranks.world.regions)
     for salt, one in enumerate((large, shape, large), start=1):
         ranks.each(lambda rank: ranks.ends[rank].reserve_gather(*sizes))
         gather(ranks, one, salt)
-    assert [end.num_bytes() for end in ranks.ends] == held
+    assert [transport_bytes(end) for end in ranks.ends] == held
     assert len(ranks.world.regions) == regions
     ranks.world.drain()
 

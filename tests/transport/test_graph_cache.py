@@ -89,9 +89,6 @@ class Idle:
         del self.seen[before:]
         return graph
 
-    def graph_bytes(self) -> int:
-        return 0
-
     def rescue(self, ops: Sequence[Op]) -> None:
         pass
 

@@ -23,6 +23,7 @@ from ringattn.kernels.partials import packed
 from ringattn.transport.copy_engine.watchdog import Watchdog
 from ringattn.transport.reduce.one_shot import OneShotReducer
 from tests.kernels.contract.test_packed import Sizes
+from tests.support.device_bytes import reducer_bytes
 from tests.support.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, always
 from tests.transport.test_reduce import DTYPES, add, assert_bits, draw, draw_shares, simulate
 
@@ -351,7 +352,7 @@ def test_graphs_go_on_with_the_mailboxes_they_were_captured_with(seed: int, monk
     run_calls(together, range(1))
     merge = lambda rank: together.ends[rank].merge_partials(inputs[rank], *sizes, None, *outs[rank])  # noqa: E731
     recordings = capture(together, merge)
-    grown = together.ends[0].num_bytes()
+    grown = reducer_bytes(together.ends[0])
     for turn in range(1, 6):
         # others, of other sizes, which make the mailboxes grow once
         found = run_calls(together, range(turn, turn + 2))
@@ -364,7 +365,7 @@ def test_graphs_go_on_with_the_mailboxes_they_were_captured_with(seed: int, monk
         wanted = simulate(2, fresh, sizes, None, torch.float32)
         for out in outs:
             assert all(torch.equal(x, y) for x, y in zip(out, wanted, strict=True))
-    assert together.ends[0].num_bytes() > grown
+    assert reducer_bytes(together.ends[0]) > grown
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -380,7 +381,7 @@ def test_sums_and_columns_of_graphs_keep_their_mailboxes_too(seed: int, monkeypa
 
     together.world.hosts(layer)
     recordings = capture(together, layer)
-    grown = together.ends[0].num_bytes()
+    grown = reducer_bytes(together.ends[0])
     for turn in range(1, 6):
         answers, others = run_calls(together, range(turn, turn + 2)), run_shares(together, range(turn, turn + 1))
         fresh = draw_shares(turn, 2, shape, dtype)
@@ -390,12 +391,12 @@ def test_sums_and_columns_of_graphs_keep_their_mailboxes_too(seed: int, monkeypa
         for summed, laid in outs:
             assert_bits(summed, add(fresh, torch.float32))
             assert_bits(laid, torch.cat(fresh, 1))
-    assert together.ends[0].num_bytes() > grown
+    assert reducer_bytes(together.ends[0]) > grown
 
 
 def test_a_mailbox_has_room_for_bytes_whatever_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     together = Ranks(2, 0, monkeypatch)
-    empty = together.ends[0].num_bytes()
+    empty = reducer_bytes(together.ends[0])
     # halves, ranks, bytes
     for count, dtype, slot in (
         (32, torch.bfloat16, 16),
@@ -409,7 +410,7 @@ def test_a_mailbox_has_room_for_bytes_whatever_the_dtype(monkeypatch: pytest.Mon
         ):
             together.world.drain()
             assert_bits(found[0], add(shares, dtype))
-        assert together.ends[0].num_bytes() - empty == 2 * 2 * 4 * slot
+        assert reducer_bytes(together.ends[0]) - empty == 2 * 2 * 4 * slot
 
 
 def test_nothing_is_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +458,7 @@ def test_a_closed_reducer_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     run_calls(together, range(2))
     together.world.hosts(lambda rank: together.ends[rank].close())
     assert not together.watches[0].recovery.raised
-    assert together.ends[0].num_bytes() == 0
+    assert reducer_bytes(together.ends[0]) == 0
     with pytest.raises(RuntimeError, match="after its ring was closed"):
         finish_one(together.ends[0])
 

@@ -126,13 +126,6 @@ class RankBuffers:
         for known in (*semaphores, here.flags, here.raised, here.local_grads, here.received, here.kept):
             known.clear()
 
-    def num_bytes(self) -> int:
-        """Return the bytes of device memory held now."""
-        zero_copy = (zero_copy.slot for zero_copy in self._zero_copy.values())
-        local = (self._slot, self._flags, self._local_grads, *self._shard_buffers, *zero_copy, *self._raised.values())
-        peer_buffers = sum(peer_buffer.region.local.numel() for peer_buffer in self._peer_buffers())
-        return peer_buffers + self.streams.graph_bytes() + sum(x.untyped_storage().nbytes() for x in local)
-
     def find(self, key: Any) -> Any:
         """Return the entry of a key that an earlier call has made; None: there is none."""
         found = self._programs.get(key)

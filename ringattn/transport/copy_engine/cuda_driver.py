@@ -226,9 +226,6 @@ class CudaStreams:
             recorded.graph = _Graph(self._cu, self._capture_stream, work, _RELAXED)
         return recorded
 
-    def graph_bytes(self) -> int:  # noqa: D102
-        return 0 if self._pool is None else sum(segment["total_size"] for segment in self._pool.snapshot())
-
     def rescue(self, ops: Sequence[Op]) -> None:  # noqa: D102
         with _relaxed(self._cu, self._index):
             for call in self.compile(ops).calls:

@@ -100,10 +100,6 @@ class Streams(Protocol):
         """
         ...
 
-    def graph_bytes(self) -> int:
-        """Return the bytes of device memory that recorded programs use beside the tensors that they were given."""
-        ...
-
     def rescue(self, ops: Sequence[Op]) -> None:
         """Execute operations at once, whatever other streams wait for, from any thread, also while another thread captures."""
         ...

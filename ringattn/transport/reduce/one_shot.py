@@ -71,10 +71,6 @@ class OneShotReducer(PartialReducer):
         self._captured = False
         self._kept: list[Any] = []
 
-    def num_bytes(self) -> int:
-        """Return the bytes of device memory that this rank's control and mailbox take."""
-        return sum(region.local.numel() for region in (self._control, self._boxes) if region is not None)
-
     def check(self) -> None:  # noqa: D102
         if self._control is None:
             raise RuntimeError("an exchange must not be used after its ring was closed, got a call; ask the ring again")
