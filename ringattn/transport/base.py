@@ -60,8 +60,7 @@ class Work(Protocol):
 class Transport:
     """Moves tensors between the ranks of one ring; base class of all transports.
 
-    Every transport implements `post` and `reserve`. The other methods have defaults, for transports that hold no memory of
-    their own.
+    Every transport implements `post`. The other methods have defaults, for transports that hold no memory of their own.
 
     Attributes:
         graph_launches: Calls that were launched as one graph.
@@ -93,7 +92,6 @@ class Transport:
             num_bytes: Of the plain messages of a post, the largest over all ranks: every rank passes the same number.
             grad_bytes: Of its gradient messages, the largest over all ranks.
         """
-        raise NotImplementedError(f"a transport must implement reserve, got {type(self).__name__}; define it")
 
     def kv_gather(self) -> KVGather | None:
         """Return the all-gather of KV that runs beside one kernel; None where this transport has none."""

@@ -25,9 +25,6 @@ class LocalTransport(Transport):
         assert len(sends) + len(receives) == 0, f"a ring of one rank has no peers, yet {what} wants to move tensors"
         return Done()
 
-    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
-        """See `Transport.reserve`; nothing is sent."""
-
     def replay_or_enqueue(
         self, key: tuple[Hashable, ...], given: Sequence[Tensor], made: Sequence[Tensor], enqueue: Callable[[], object]
     ) -> None:

@@ -236,9 +236,6 @@ class LockstepTransport(Transport):
             assert len(peers) <= 1, f"{what}: one peer per kind of message"
         return self.ranks.post(self.rank, sends, receives, what)
 
-    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
-        """Return: nothing is sent from memory of this transport."""
-
     def kv_gather(self) -> LockstepTransport:
         """Return this transport, which fetches all rows before the kernel starts."""
         return self

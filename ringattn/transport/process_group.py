@@ -310,9 +310,6 @@ class ProcessGroupTransport(Transport):
         ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer, tag=mark) for peer, x in receives]
         return dist.batch_isend_irecv(ops)
 
-    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
-        """Return: sends need no other memory."""
-
 
 def _coalesce(group: dist.ProcessGroup, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
     """Do `dist.batch_isend_irecv` on a group that torch does not know of."""
