@@ -27,7 +27,7 @@ SAME_SEQUENCE = (
 
 
 class SupportsAllGather(Protocol):
-    """The part of a ring that a sharding uses: `Ring`, or the simulated one."""
+    """The part of a `Ring` that a sharding uses; see its methods."""
 
     name: str
     impl: str
@@ -37,14 +37,8 @@ class SupportsAllGather(Protocol):
     is_virtual: bool
     check_inputs: bool
 
-    def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
-        """Every rank's tensor, in rank order; lengths along dim differ by rank."""
-        ...
-
-    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Rows that all ranks send to this one, in rank order; the first sends[0] rows of x go to rank 0, and so on."""
-        ...
-
+    def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]: ...  # noqa: D102
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor: ...  # noqa: D102
     def propagate_errors(self) -> AbstractContextManager[None]: ...  # noqa: D102
     def raise_on_all_ranks(self, error: Exception) -> NoReturn: ...  # noqa: D102
     def assert_equal_across_ranks(self, what: str, text: str, doing: str = "", fix: str = "") -> None: ...  # noqa: D102
@@ -368,8 +362,7 @@ class Sharding:
             ValueError: x_local does not have shard_len rows in `dim`, or ranks have different tensors; raised on every rank where
                 a tensor of this kind is the first.
             RuntimeError: The ring has several ranks and this sharding was made without one.
-            TypeError: x_local is no tensor, or dim no integer.
-            NotImplementedError: x_local is a DTensor, or another tensor with a meaning of its own.
+            TypeError: See `shard`; also NotImplementedError.
         """
         with _propagate_errors(self._ring):
             dim = self._check_rows("x_local", x_local, dim, "shard_len", "this rank's rows, or name their dim")
@@ -398,8 +391,7 @@ class Sharding:
             ValueError: x_local does not have shard_len rows in `dim`, the shardings are of different sequences or rings, or ranks
                 have different tensors; raised on every rank where a tensor of this kind is the first.
             RuntimeError: The ring has several ranks and this sharding was made without one.
-            TypeError: x_local is no tensor, dim no integer, or other no sharding.
-            NotImplementedError: x_local is a DTensor, or another tensor with a meaning of its own.
+            TypeError: See `shard`, also NotImplementedError; or other is no sharding.
 
         Example:
             >>> from ringattn import Ring

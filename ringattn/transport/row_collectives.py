@@ -21,24 +21,18 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
 def gather_rows(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> list[Tensor]:
-    """Return every rank's tensor, `lengths` long along dim; differentiable (gradients are summed over ranks)."""
+    """Do `Ring.gather`."""
     whole = torch.ops.ringattn.gather_rows.default(x, dim, list(lengths), rank, group)
     return list(whole.split(list(lengths), dim))
 
 
 def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], rank: int, group: str) -> Tensor:
-    """Return the rows that all ranks send to this one, in rank order: one all-to-all; differentiable.
-
-    The first sends[0] rows of x, in dim 0, go to rank 0, and so on; receives[r] rows come from rank r.
-    """
+    """Do `Ring.all_to_all`."""
     return torch.ops.ringattn.exchange_rows.default(x, list(sends), list(receives), rank, group)
 
 
 def post_gather(x: Tensor, out: Tensor, rank: int, group: str) -> Callable[[], object]:
-    """Begin to write all ranks' contiguous x into out, `ranks, *x.shape`; return a function that waits.
-
-    On a GPU it is ordered behind the current stream, and the wait is one of the current stream.
-    """
+    """Do `Ring.post_gather`."""
     # bytes, which every backend moves
     into, mine = (y.view(-1).view(torch.uint8) for y in (out, x))
     work = all_gather_single(into, mine, group=resolve_group(group, (rank, len(out))), async_op=True)
