@@ -13,7 +13,7 @@ from ringattn.autograd import attend, expand_in_order, side
 from ringattn.dispatch import call_text
 from ringattn.plan.attention_spec import ScoreTensors
 from ringattn.plan.expressions import Mask
-from ringattn.plan.options import EXPANDS, MaskOptions, resolve_integer, resolve_real, resolve_word
+from ringattn.plan.options import EXPANDS, MaskOptions, ScoreOptions, resolve_integer, resolve_real, resolve_word
 from ringattn.plan.sharding import Sharding, check_sharding
 from ringattn.schedule.latents import with_rotary
 from ringattn.schedule.validation import check_latents, check_tensors, expand_bias
@@ -133,19 +133,11 @@ def ring_attention(
     return _attend(q, {"k": k, "v": v}, sharding, kv_sharding, tensors, dropout_seed, options)[0]
 
 
-class AttentionOptions(MaskOptions, total=False):
+class AttentionOptions(MaskOptions, ScoreOptions, total=False):
     """Keywords of `ring_attention`."""
 
     kv_sharding: Sharding | None
     mask: Mask | None
-    softmax_scale: float | None
-    softcap: float
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    key_bias: Tensor | None
-    bias: Tensor | None
-    dropout_p: float
-    dropout_seed: int | None
     deterministic: bool
     impl: str | None
     backward: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -37,13 +37,11 @@ def visible_pairs(
     prefix_len: int = 0,
     chunk_len: int | None = None,
     lengths: Sequence[tuple[int, int]] | None = None,
-    chunks_restart: bool = False,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Return the visible pairs, decided one by one by the definitions: boolean `b s t`, or `1 s t` without lengths.
 
-    Options are those of `attention_reference`; with chunks_restart, chunks are counted from the beginning of the
-    document of i, or from start, whichever is later.
+    Options are those of `attention_reference`.
 
     Example:
         >>> visible_pairs(4, causal=True, window=(1, None))[0].int().tolist()
@@ -73,12 +71,7 @@ def visible_pairs(
         visible = visible & together
     if chunk_len is not None:
         chunk_len = min(chunk_len, longest)
-        begin = torch.zeros(1, seq_len, 1, dtype=i.dtype, device=device)
-        for start in (documents or ()) if chunks_restart else ():
-            begin = torch.where(start <= i, start, begin)
-        if chunks_restart and lengths is not None:
-            begin = torch.cat([begin.clamp(min=start) for start, _ in lengths])
-        visible = visible & ((i - begin) // chunk_len == (j - begin) // chunk_len)
+        visible = visible & (i // chunk_len == j // chunk_len)
     if lengths is not None:
         inside = [(start <= i) & (i < stop) & (start <= j) & (j < stop) for start, stop in lengths]
         visible = visible & torch.stack(inside)
@@ -94,17 +87,6 @@ def mask_pairs(
     return torch.stack([mask.visible(i, j, b=b, documents=documents).expand(seq_len, kv_len) for b in elements])
 
 
-class _ScoreOptions(TypedDict, total=False):
-    softmax_scale: float | None
-    softcap: float
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    key_bias: Tensor | None
-    bias: Tensor | None
-    dropout_p: float
-    dropout_seed: int
-
-
 def dense_attention(
     q: Tensor,
     k: Tensor,
@@ -113,7 +95,7 @@ def dense_attention(
     *,
     q_positions: Tensor,
     k_positions: Tensor,
-    **options: Unpack[_ScoreOptions],
+    **options: Unpack[plan_options.ScoreOptions],
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse of any rows over any keys under a mask, boolean `b s t` or `1 s t`.
 
@@ -166,13 +148,8 @@ def dense_attention(
         return torch.einsum("bhst,bthd->bshd", p.to(v.dtype), v), lse
 
 
-class _Options(_ScoreOptions, total=False):
-    causal: bool
-    window: int | tuple[int | None, int | None] | None
+class _Options(plan_options.MaskOptions, plan_options.ScoreOptions, total=False):
     documents: Sequence[int] | None
-    prefix_len: int
-    chunk_len: int | None
-    lengths: Sequence[tuple[int, int]] | None
     mask: Mask | None
 
 

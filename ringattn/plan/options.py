@@ -24,6 +24,19 @@ class MaskOptions(TypedDict, total=False):
     lengths: Sequence[Sequence[int]] | Tensor | None
 
 
+class ScoreOptions(TypedDict, total=False):
+    """Options of the score, as in `ring_attention`."""
+
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    key_bias: Tensor | None
+    bias: Tensor | None
+    dropout_p: float
+    dropout_seed: int | None
+
+
 def as_integer(number: Any) -> int | None:
     """Return an integer of any type as Python's own; None for anything else, flags and whole floats included."""
     if type(number) is int:

@@ -65,15 +65,6 @@ def test_visible_pairs_are_the_definitions(mask: dict[str, Any]):
     assert visible.tolist() == expected
 
 
-def test_chunks_may_be_counted_from_where_documents_and_tokens_begin():
-    mask = {"documents": (0, 2, 2, 13), "chunk_len": 4, "lengths": ((0, 13), (5, 12)), "chunks_restart": True}
-    found = visible_pairs(13, **mask)
-    for b, start in ((0, 2), (1, 5)):
-        seen = [[j for j in range(13) if found[b, i, j]] for i in range(start, 12)]
-        chunks = [[*range(a, min(a + 4, 13 if b == 0 else 12))] for a in range(start, 12, 4)]
-        assert seen == [chunks[(i - start) // 4] for i in range(start, 12)]
-
-
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (2, 3)}, {"chunk_len": 5}], ids=str)
 @pytest.mark.parametrize(("seq_len", "kv_len"), [(7, 12), (12, 7)])
 def test_visible_pairs_of_two_sequences_share_positions(mask: dict[str, Any], seq_len: int, kv_len: int):
