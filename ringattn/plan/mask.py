@@ -227,19 +227,10 @@ class MaskUnion:
 
 
 def short_mask(
-    seq_len: int,
-    kv_len: int | None = None,
-    documents: tuple[int, ...] | None = None,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    prefix_len: int = 0,
-    chunk_len: int | None = None,
-    lengths: tuple[tuple[int, int], ...] | None = None,
+    seq_len: int, kv_len: int | None = None, documents: tuple[int, ...] | None = None, **forms: Any
 ) -> MaskUnion:
     """Return the mask that short forms (`fold_mask`) and documents define over a sequence, or over two."""
-    mask = fold_mask(causal=causal, window=window, prefix_len=prefix_len, chunk_len=chunk_len, lengths=lengths)
-    return MaskUnion(seq_len, seq_len if kv_len is None else kv_len, mask, documents)
+    return MaskUnion(seq_len, seq_len if kv_len is None else kv_len, fold_mask(**forms), documents)
 
 
 def check_documents(documents: tuple[int, ...], seq_len: int) -> None:
