@@ -67,6 +67,7 @@ class GatherMemory:
         slot: `b slot_rows hk (d + dv)`, the source of this rank's pushes.
         packed: The part of it that is to be packed; None where no rank reads it or the caller has filled it.
         ready_flags: The flags of this rank, one per group of heads and ring step.
+        cleared: Flags that packing lowers, without and with padding rows; None: the programs do it, or nothing is fetched.
     """
 
     peer_buffer: RemoteKVBuffer
@@ -92,7 +93,6 @@ class GatherPrograms:
     Attributes:
         push_info: For messages about the copy stream; `info` for the others.
         start: On the caller's stream; behind packing where `starts_last`, else in front of it.
-        cleared: Flags that packing lowers, without and with padding rows; None: `start` does it, or nothing is fetched.
         opening: On the copy stream, beside packing, in a capture: all in front of the first copy.
         push: On the copy stream; None where this rank sends nothing, and has no turn to pass on.
         flag_program: On the flag stream; None where nothing is fetched, and where rows are saved: then it depends on the address.
@@ -106,7 +106,6 @@ class GatherPrograms:
     push_info: watchdog.ProgramInfo
     start: Program
     starts_last: bool
-    cleared: tuple[Cleared, Cleared] | None
     opening: Program | None
     push: Program | None
     flag_program: Program | None
@@ -114,13 +113,12 @@ class GatherPrograms:
     join: Program
     start_ops: Sequence[Op]
     join_ops: Sequence[Op]
-    packed: Tensor | None
     bias: tuple[Tensor | None, Tensor, Tensor] | None
     remote: tuple[Tensor, Tensor, Tensor]
     pad_rows: list[tuple[int, int]]
     layout: object
     ready_flags: ReadyFlags | None
-    keep: Any
+    memory: GatherMemory
     save_ops: Callable[[int], list[Op]] | None
     save_programs: OrderedDict[int, Program] = field(default_factory=OrderedDict)
 
@@ -172,7 +170,6 @@ def gather_programs(
         push_info,
         start=compile_(start_ops),
         starts_last=packed is not None and not captured,
-        cleared=here.cleared,
         opening=compile_(opening) if opening else None,
         push=compile_(push) if copy_programs else None,
         flag_program=compile_(save_ops(None)) if recvs and not keep else None,
@@ -180,13 +177,12 @@ def gather_programs(
         join=compile_(join),
         start_ops=start_ops,
         join_ops=join_ops,
-        packed=packed,
         bias=None if bias is None else bias.places(published=packed is not None),
         remote=(remote, remote[..., : here.dim], remote[..., here.dim :]),
         pad_rows=pad_rows(remote.shape[1], recvs),
         layout=(tuple((fetch.at, fetch.rows) for fetch in recvs), tuple(remote.shape), remote.dtype),
         ready_flags=here.ready_flags if recvs else None,
-        keep=here,
+        memory=here,
         save_ops=save_ops if recvs and keep else None,
     )
 

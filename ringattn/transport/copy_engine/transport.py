@@ -132,15 +132,16 @@ class CopyEngineTransport(RankBuffers, Transport):
             streams.order(stream, streams.copy_stream)
             launch(found.opening, streams.copy_stream)
         cleared = None
-        if found.cleared is not None:
-            cleared = found.cleared[remote is next(iter(places), None)]
+        memory = found.memory
+        if memory.cleared is not None:
+            cleared = memory.cleared[remote is next(iter(places), None)]
             places = [place for place in places if place is not remote]
         for place in places:
             for first, last in found.pad_rows:
                 streams.call(place[:, first:last].zero_)
         self._remote_layout = found.layout
-        if found.packed is not None:
-            slot = found.packed
+        if memory.packed is not None:
+            slot = memory.packed
             streams.call(lambda: pack(slot, k, v, cleared))
         if found.bias is not None and key_bias is not None:
             for target in found.bias[:2]:
