@@ -138,6 +138,7 @@ class AttentionOptions(MaskOptions, ScoreOptions, total=False):
 
     kv_sharding: Sharding | None
     mask: Mask | None
+    dropout_seed: int | None
     deterministic: bool
     impl: str | None
     backward: str
@@ -232,8 +233,8 @@ def latent_attention_with_lse(
         o `b s h dv` in q's dtype, and lse `b h s` as of `ring_attention_with_lse`.
     """
     keys = {"latents": latents, "rotary_keys": rotary_keys, "k_up": k_up, "v_up": v_up}
-    *others, given = _resolve_keywords(options)
-    return _attend(q, keys, sharding, *others, {**given, "latents": expand})
+    kv_sharding, tensors, seed, given = _resolve_keywords(options)
+    return _attend(q, keys, sharding, kv_sharding, tensors, seed, {**given, "latents": expand})
 
 
 _DEFAULTS = {

@@ -244,9 +244,10 @@ def _check(
     return shardings, kv_shardings, call, list(numbers.values())
 
 
-def _shardings(world_size: int, seq_len: int, layout: str, *how: Any) -> list[Sharding]:
-    """Return the sharding of each rank; how are documents, balance and segments."""
-    seq_len, boundaries, shards = resolve_shards(seq_len, layout, *how, world_size)
+def _shardings(
+    world_size: int, seq_len: int, layout: str, documents: Any, balance: Any, segments: Any
+) -> list[Sharding]:
+    seq_len, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, segments, world_size)
     return [Sharding(seq_len, layout, shards, rank, boundaries) for rank in range(world_size)]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def dense_attention(
     *,
     q_positions: Tensor,
     k_positions: Tensor,
-    **options: Unpack[plan_options.ScoreOptions],
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse of any rows over any keys under a mask, boolean `b s t` or `1 s t`.
 
@@ -107,7 +107,7 @@ def dense_attention(
     stat_dtype = accumulation_dtype(q.dtype)
     if options.get("softmax_scale") is None:
         options["softmax_scale"] = d**-0.5
-    score = Score(**cast(Any, options))
+    score = Score(**options)
     with torch.autocast(q.device.type, enabled=False):
         k = k.repeat_interleave(h // hk, dim=2)
         v = v.repeat_interleave(h // hk, dim=2)
@@ -151,6 +151,7 @@ def dense_attention(
 class _Options(plan_options.MaskOptions, plan_options.ScoreOptions, total=False):
     documents: Sequence[int] | None
     mask: Mask | None
+    dropout_seed: int
 
 
 @overload
@@ -167,11 +168,11 @@ def attention_reference(
     v: Tensor,
     *,
     causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
+    window: int | Sequence[int | None] | None = None,
     documents: Sequence[int] | None = None,
     prefix_len: int = 0,
     chunk_len: int | None = None,
-    lengths: Sequence[tuple[int, int]] | None = None,
+    lengths: Sequence[Sequence[int]] | Tensor | None = None,
     mask: Mask | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,

@@ -34,7 +34,6 @@ class ScoreOptions(TypedDict, total=False):
     key_bias: Tensor | None
     bias: Tensor | None
     dropout_p: float
-    dropout_seed: int | None
 
 
 def as_integer(number: Any) -> int | None:
