@@ -54,7 +54,7 @@ TAKERS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         ("q", "k", "v", "sinks", "alibi_slopes", "key_bias", "bias"),
     ),
     "ring_attention_with_lse": (
-        lambda given: ring_attention_with_lse(**{"q": X, "k": X, "v": X, "sharding": SHARDING, **given}),
+        lambda given: ring_attention_with_lse(**{"q": X, "k": X, "v": X, "sharding": SHARDING} | given),
         ("k", "bias"),
     ),
     "scaled_dot_product_attention": (
