@@ -507,8 +507,8 @@ def _dalibi(out, b, h):
 
 
 @gluon.jit
-def _leave_sums(WHICH: gl.constexpr, at, dk, dv, dkey_bias, y_own, exists, dq_half, plan, out, score, mem, c):
-    """Scales the sums of a tile and leaves them where they belong: as a part, to the storer, to their owner, or as results."""
+def _store_sums(WHICH: gl.constexpr, at, dk, dv, dkey_bias, y_own, exists, dq_half, plan, out, score, mem, c):
+    """Scales the sums of a tile and stores them where they belong: as a part, to the storer, to their owner, or as results."""
     COLUMNS: gl.constexpr = c.D * c.BM // 128
     # read again: kept through the loops it would cost registers there
     again = hp.opaque(gl.to_tensor(at))
@@ -656,7 +656,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
                             count += 1
 
         mbarrier.arrive(mem.kv_free.index(0), count=1)
-        _leave_sums(WHICH, i, dk, dv, dkey_bias, y_own, exists, dq_half, plan, out, score, mem, c)
+        _store_sums(WHICH, i, dk, dv, dkey_bias, y_own, exists, dq_half, plan, out, score, mem, c)
         taken += 1
 
 
