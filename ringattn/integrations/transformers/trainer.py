@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
 from ringattn.autograd import num_forwards
 from ringattn.integrations.accelerate.context_parallel import (
@@ -49,6 +50,8 @@ from ringattn.ring import Ring
 from ringattn.training import Offload, Offloader, save_memory_, sum_over_ring
 
 _Base = Trainer if TYPE_CHECKING else object
+_SMOOTHERS_COUNT = "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+"""From transformers 5 on."""
 _NOT_CHUNKED = ("label_smoothing_factor", "pooling", "torch_compile", "use_liger_kernel")
 _OPTIONS = ("layout", "shift_labels", "pooling", "balance", "pack")
 
@@ -240,7 +243,7 @@ class RingTrainerMixin(_Base):
                 count = inputs["num_items_in_batch"] * self.args.world_size
             if not self._options.get("pooling"):
                 num_items_in_batch = count
-            elif self.label_smoother is None:
+            elif self.label_smoother is None or not _SMOOTHERS_COUNT:
                 # a head that chooses rows has the whole loss on every rank, a mean over sequences
                 num_items_in_batch = None
             if isinstance(self.label_smoother, ShiftedLabelSmoother):
