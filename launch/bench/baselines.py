@@ -463,67 +463,31 @@ def provide_flash_attn() -> None:
     interface.__dict__.update(
         _flash_attn_forward=_flash_forward,
         _flash_attn_backward=_flash_backward,
-        _flash_attn_varlen_forward=_flash_varlen_forward,
-        _flash_attn_varlen_backward=_flash_varlen_backward,
+        _flash_attn_varlen_forward=_flash_forward,
+        _flash_attn_varlen_backward=_flash_backward,
     )
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
 
 
-def _flash_varlen_forward(
+def _flash_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor, None, Tensor]:
     _check_unused(others)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q or q.shape[1], max_seqlen_k or k.shape[1]
     # no dropout, no debug mask
     o, lse, state, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, 0.0, causal, False, scale=softmax_scale
     )
     return o, lse, None, state
-
-
-def _flash_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    **others: Any,
-) -> None:
-    _check_unused(others)
-    # the state of a random generator that is not used
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    found = torch.ops.aten._flash_attention_backward(
-        *(dout, q, k, v, out, softmax_lse, *lengths, 0.0, causal, state, state), scale=softmax_scale
-    )
-    for x, gradient in zip((dq, dk, dv), found, strict=True):
-        x.copy_(gradient)
-
-
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, **others: Any
-) -> tuple[Tensor, Tensor, None, Tensor]:
-    lengths = None, None, q.shape[1], k.shape[1]
-    return _flash_varlen_forward(q, k, v, *lengths, softmax_scale=softmax_scale, causal=causal, **others)
 
 
 def _flash_backward(
@@ -536,12 +500,23 @@ def _flash_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     **others: Any,
 ) -> None:
-    given = dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, q.shape[1], k.shape[1]
-    _flash_varlen_backward(*given, softmax_scale=softmax_scale, causal=causal, **others)
+    _check_unused(others)
+    # the state of a random generator that is not used
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q or q.shape[1], max_seqlen_k or k.shape[1]
+    found = torch.ops.aten._flash_attention_backward(
+        *(dout, q, k, v, out, softmax_lse, *lengths, 0.0, causal, state, state), scale=softmax_scale
+    )
+    for x, gradient in zip((dq, dk, dv), found, strict=True):
+        x.copy_(gradient)
 
 
 def _check_unused(options: dict[str, Any]) -> None:

@@ -157,12 +157,12 @@ def test_attention_inside_torch_serves_ring_flash_attn(monkeypatch: pytest.Monke
         baselines.find_ring_flash_attn()
     baselines.provide_flash_attn()
     provided = sys.modules["flash_attn.flash_attn_interface"]
-    signature = inspect.signature(provided._flash_attn_backward)
-    assert {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "causal"} <= set(signature.parameters)
-    packed = inspect.signature(provided._flash_attn_varlen_backward)
-    assert {*signature.parameters, "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"} == set(
-        packed.parameters
+    dense, packed = (
+        inspect.signature(one).parameters
+        for one in (provided._flash_attn_backward, provided._flash_attn_varlen_backward)
     )
+    assert {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "causal"} <= set(dense)
+    assert {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"} <= set(packed)
     with pytest.raises(NotImplementedError, match="window_size_left must be left out, got 5"):
         provided._flash_attn_forward(*torch.zeros(3, 1, 1, 1, 1), window_size_left=5)
 
