@@ -211,7 +211,9 @@ def shares(rows: list[Row]) -> str:
 
 def masked(row: Row) -> str:
     """Return the mask with its size."""
-    sizes = {"window": "window {}".format(row["window"] + 1), "documents": f"documents of {row.get('document')}"}
+    sizes = {"window": "window {}".format(row["window"] + 1)}
+    if row.get("document"):
+        sizes |= {"documents": f"documents of {row['document']}", "varlen": f"documents of up to {row['document']}"}
     mask: str = row["mask"]
     return sizes.get(mask, mask)
 
@@ -291,9 +293,9 @@ TABLES = (
     ),
     Table(
         "Kernels beside rivals of today",
-        "As above, but these contenders took turns with each other. FlashAttention-4 and nvidia-cutlass-dsl as above; "
-        'FlexAttention of torch 2.11 on Triton and, with `BACKEND="FLASH"`, on this FlashAttention-4. In this run torch '
-        "refused to repeat a backward of FlexAttention, so there is none.",
+        "As above, all contenders in turns, two head_dims at a time on the two H200s of one host. FlashAttention-4 and "
+        'nvidia-cutlass-dsl as above; FlexAttention of torch 2.11 on Triton and, with `BACKEND="FLASH"`, on this '
+        "FlashAttention-4.",
         "rivals",
         PROBLEM,
         KERNELS,
@@ -314,7 +316,7 @@ TABLES = (
         "Ring",
         "Forward / forward + backward, TFLOP/s per GPU over visible pairs. In brackets the share of the kernel alone: our"
         " own ring of one rank on the same GPUs, with a rank's share of the work, taking turns in the same run. Every "
-        "answer is checked before its time counts.",
+        'answer is checked before its time counts. "documents of up to" are drawn from MagiAttention\'s table of lengths.',
         "ring",
         RING_PROBLEM,
         {

@@ -123,6 +123,7 @@ def test_rings_and_peers_stand_in_one_line_per_problem(results: ModuleType) -> N
     rows = [_ring(who, 4, n) for n in (1024, 16384) for who in ("fused", "stepwise", "torch_cp_alltoall")]
     wrong = _ring("ring_flash_attn", 4, 1024, refused="wrong answer: differs from ours in dk by 9%")
     rows.append({key: value for key, value in wrong.items() if "_tflops" not in key})
+    rows += [_ring("fused", 2, 1024, mask=mask, document=n) for mask, n in (("documents", 0), ("varlen", 512))]
     _keep(results, "ring4.json", "2026-01-01", rows)
     results.draw_figures()
     text = _shown(results, "Ring")
@@ -130,6 +131,8 @@ def test_rings_and_peers_stand_in_one_line_per_problem(results: ModuleType) -> N
     cells = "450 (90%) / 400 (80%)"
     assert f"| 4 | causal | zigzag | 32/8 | 1024 | 1 | 500 / 500 | {cells} | {cells} | {cells} |" in text
     assert "Without a number: ring_flash_attn, 4,096 tokens: wrong answer: differs from ours in dk by 9%." in text
+    assert "| 2 | documents | zigzag |" in text
+    assert "| 2 | documents of up to 512 | zigzag |" in text
     assert "](ring-speed.svg)" in text
 
 

@@ -151,9 +151,9 @@ def _prompt(file: str, _: Row, row: Row, profile: Profile) -> Iterator[Predictio
         yield Prediction(file, f"{name}, {row['who']}", "prefill", "ms", time.ms, row["ms"])
     if row["part"] == "first" and row["who"] == "ringattn" and "ttft_s" in row:
         shape = _shape(row)
-        time = prefill_s(
-            shape, tokens, [(_causal(tokens, world_size, shape), shape.layers)], profile, compiled="fused" in row
-        )
+        calls = [(_causal(tokens, world_size, shape), shape.layers)]
+        sharded = row.get("weights") == "sharded"
+        time = prefill_s(shape, tokens, calls, profile, compiled=bool(row.get("fused")), sharded=sharded)
         yield Prediction(
             file, f"{name}, {row['layers']} layers, first token", "prefill", "s", time.total, row["ttft_s"]
         )

@@ -26,6 +26,9 @@ MISSED = {
     "ring4-masks.json: 4 GPUs, fused, window, 2048 tokens, 8 KV heads, forward",
     "ring4-masks.json: 4 GPUs, fused, documents, 2048 tokens, 8 KV heads, forward",
     "ring4-masks.json: 4 GPUs, fused, documents, 2048 tokens, 8 KV heads, both",
+    # another host: less for a forward, more with autograd
+    "ring2.json: 2 GPUs, auto, causal, 1024 tokens, 8 KV heads, forward",
+    "ring2.json: 2 GPUs, auto, causal, 1024 tokens, 8 KV heads, both",
     # its backward misses the level-two cache
     "ring4-masks.json: 4 GPUs, fused, documents, 32768 tokens, 8 KV heads, both",
     # the host's time, which differed by 20% between rows of one run
@@ -42,6 +45,7 @@ MISSED_PEAKS = {
     "ring2-peers.json: 2 GPUs, fused, causal, 1024 tokens, 8 KV heads, peak",
     "ring2-peers.json: 2 GPUs, fused, causal, 1024 tokens, 32 KV heads, peak",
     "ring2-peers.json: 2 GPUs, fused, causal, 2048 tokens, 32 KV heads, peak",
+    "ring2.json: 2 GPUs, auto, causal, 1024 tokens, 8 KV heads, peak",
 }
 """Peaks that are more than 5% off."""
 
@@ -54,7 +58,7 @@ def is_fitted(one: Prediction) -> bool:
 
 @cache
 def predictions() -> list[Prediction]:
-    return predict_rows(RESULTS) + predict_rows(RESULTS / "repeats")
+    return [x for folder in ("", "repeats", "weights") for x in predict_rows(RESULTS / folder)]
 
 
 def held_out(*, memory: bool) -> list[Prediction]:
@@ -68,8 +72,8 @@ def name_of(one: Prediction) -> str:
 def test_rows_of_all_kinds_are_predicted():
     kinds = {x.kind for x in held_out(memory=False)} | {x.kind for x in held_out(memory=True)}
     assert kinds == {"ring", "model", "prefill", "ring memory", "model memory"}
-    assert len(held_out(memory=False)) >= 92
-    assert len(held_out(memory=True)) >= 76
+    assert len(held_out(memory=False)) >= 110
+    assert len(held_out(memory=True)) >= 83
 
 
 def test_the_median_error_of_times_is_at_most_seven_percent():
