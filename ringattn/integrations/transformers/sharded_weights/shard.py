@@ -48,7 +48,7 @@ from ringattn.transport.copy_engine.peer_reads import PeerReads
 GATHER = "RINGATTN_WEIGHT_GATHER"
 """Environment variable: how layers are gathered, one of `GATHERS`."""
 GATHERS = ("auto", "all_gather", "copy_engine")
-"""The first is the second: the speed of the third between GPUs was not measured yet."""
+"""The first is the second, which was not measured beside the third."""
 FLOPS_PER_BYTE = 1700
 """Operations of matrix products that a GPU does while it receives a byte: 600 TFLOP/s over 350 GB/s."""
 TRIED = (1, 5)
