@@ -247,16 +247,17 @@ def one_shot(
     bound_launch.launch(_one_shot_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)
 
 
-@triton.jit(do_not_specialize=["me", "units", "line", "timeout_us"])
+@triton.jit(do_not_specialize=["me", "units", "first_end", "second_end", "line", "timeout_us"])
 def _share_kernel(
-    x, out, table, me, units, line, slot, timeout_us,
+    x, out, table, me, units, first_end, second_end, line, slot, timeout_us,
     RANKS: tl.constexpr, PROGRAMS: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, ADDS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Program i owns units i * UNITS .. i * UNITS + UNITS - 1 of UNIT numbers, and so on in steps of PROGRAMS * UNITS.
 
-    Unit u of rank r is the r-th addend of unit u of out; or it is laid down as unit u // line * (RANKS * line) + r * line +
-    u % line of out, `line` being the units of a row of x.
+    Unit u of rank r is the r-th addend of unit u of out; or, `line` being the units of a row of x, it is laid down as unit
+    u // line * (RANKS * line) + r * line + u % line of out. Rows have up to three parts, which end at units first_end, second_end
+    and line, and each is laid down so by itself, behind those before it.
 
     Example: 2 ranks hold [[1, 2], [3, 4]] and [[5, 6], [7, 8]]; with units of 1 number, the third of rank 1 is 7, it goes to
     1 * 4 + 1 * 2 + 0 = 6, and out is [[1, 2, 5, 6], [3, 4, 7, 8]]. The sum is [[6, 8], [10, 12]].
@@ -287,7 +288,13 @@ def _share_kernel(
         u = first + tl.arange(0, UNITS)[:, None]
         at = u * UNIT + numbers
         ok = u < units
-        to = at if ADDS else (u // line * (RANKS * line) + u % line) * UNIT + numbers
+        if ADDS:
+            to = at
+        else:
+            row, c = u // line, u % line
+            start = tl.where(c < first_end, 0, tl.where(c < second_end, first_end, second_end))
+            width = tl.where(c < first_end, first_end, tl.where(c < second_end, second_end, line)) - start
+            to = ((units // line * start + row * width) * RANKS + c - start) * UNIT + numbers
         for base in tl.static_range(0, RANKS, TOGETHER):
             asked = ()
             for i in tl.static_range(TOGETHER):
@@ -298,7 +305,7 @@ def _share_kernel(
             for i in tl.static_range(TOGETHER):
                 if base + i < RANKS:
                     if not ADDS:
-                        column = (base + i) * line * UNIT
+                        column = (base + i) * width * UNIT
                         tl.store(out.to(Bits) + column + to, tl.where(there == 1, asked[i], -1), mask=ok)
                     elif base + i == 0:
                         total = asked[i].to(tl.float32)
@@ -311,7 +318,16 @@ def _share_kernel(
 
 
 def share(
-    x: Tensor, out: Tensor, table: Tensor, *, adds: bool, rank: int, ranks: int, slot: int, timeout_us: int
+    x: Tensor,
+    out: Tensor,
+    table: Tensor,
+    *,
+    adds: bool,
+    widths: tuple[int, ...],
+    rank: int,
+    ranks: int,
+    slot: int,
+    timeout_us: int,
 ) -> None:
     """One exchange of numbers as they are; every rank launches it alike, in the order of one stream.
 
@@ -320,14 +336,16 @@ def share(
         out: The shape of x, any floating dtype; or `rows, ranks * width`, the dtype of x. Contiguous, at most 2**30 numbers, no
             memory of x; written.
         adds: Sum all ranks' numbers in fp32, in the order of the ranks, and round once; else lay columns side by side.
+        widths: Columns of up to three parts of x, each of which is laid down by itself; empty: x is one part.
     """
     assert ranks <= MAX_RANKS, "a thread per rank sets and waits for flags"
     width = x.numel() if adds else x.shape[-1]
-    unit = math.gcd(width, WIDE // x.element_size())
+    unit = math.gcd(width, *widths, WIDE // x.element_size())
     units = x.numel() // unit
     per_program = max(32 * WARPS, min(UNITS, triton.next_power_of_2(-(-units // PROGRAMS))))
     constants = {
         "RANKS": ranks, "PROGRAMS": PROGRAMS, "UNIT": unit, "UNITS": per_program, "ADDS": adds, "TOGETHER": min(ranks, AT_ONCE),
     }  # fmt: skip
-    args = (x, out, table, rank, units, width // unit, slot, timeout_us)
+    ends = [sum(widths[: i + 1]) // unit if widths else width // unit for i in range(2)]
+    args = (x, out, table, rank, units, *ends, width // unit, slot, timeout_us)
     bound_launch.launch(_share_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)

@@ -25,7 +25,7 @@ from tests.gpu.test_copy_engine import RANKS, SHARED, run
 from tests.gpu.test_ring import draw as draw_attention
 from tests.gpu.test_ring import step
 from tests.kernels.contract.test_packed import Sizes
-from tests.transport.test_reduce import DTYPES, add, assert_bits, draw_bits, draw_shares, side_by_side, total
+from tests.transport.test_reduce import DTYPES, add, assert_bits, cut, draw_bits, draw_shares, lay, side_by_side, total
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")]
 PATIENCE = timedelta(seconds=20)
@@ -143,8 +143,9 @@ def _sums_and_columns(rank: int, world_size: int) -> None:
                 shares = draw_shares(seed, world_size, shape, dtype)
                 columns = [draw_bits(seed + peer, shape, dtype) for peer in range(world_size)]
                 found = [total(reducer, shares[rank].cuda(), to).cpu() for to in DTYPES]
-                found.append(side_by_side(reducer, columns[rank].cuda(), world_size).cpu())
-                for x, y in zip(found, [*(add(shares, to) for to in DTYPES), torch.cat(columns, 1)], strict=True):
+                widths = cut(shape[1], seed)
+                found.append(side_by_side(reducer, columns[rank].cuda(), world_size, widths).cpu())
+                for x, y in zip(found, [*(add(shares, to) for to in DTYPES), lay(columns, widths)], strict=True):
                     assert bits(x) == bits(y), about
         # an address between those of the widest words
         shares = draw_shares(0, world_size, (4096,), torch.bfloat16)

@@ -25,7 +25,7 @@ from ringattn.transport.reduce.one_shot import OneShotReducer
 from tests.kernels.contract.test_packed import Sizes
 from tests.support.device_bytes import reducer_bytes
 from tests.support.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, always
-from tests.transport.test_reduce import DTYPES, add, assert_bits, draw, draw_shares, simulate
+from tests.transport.test_reduce import DTYPES, add, assert_bits, cut, draw, draw_shares, lay, simulate
 
 PROGRAMS = 3
 
@@ -104,9 +104,9 @@ class Finishing:
 class Sharing:
     """Of `share`; a row is a number of x."""
 
-    def __init__(self, x: Tensor, out: Tensor, adds: bool) -> None:
+    def __init__(self, x: Tensor, out: Tensor, adds: bool, widths: tuple[int, ...]) -> None:
         self.x, self.out, self.adds, self.rows = x.view(-1), out.view(-1), adds, x.numel()
-        self.width = x.shape[-1]
+        self.shape, self.widths = x.shape, widths
 
     def _slot(self, address: int) -> Tensor:
         return numbers(address, -(-self.x.nbytes // 4)).view(self.x.dtype)
@@ -116,14 +116,17 @@ class Sharing:
 
     def read(self, slots: list[int]) -> None:
         self.shares = [self._slot(slot).clone() for slot in slots]
+        if not self.adds:
+            # where each number of each rank goes
+            numbers = torch.arange(len(self.shares) * self.rows).view(-1, *self.shape)
+            self.places = lay(list(numbers), self.widths).flatten().argsort().view(-1, self.rows)
 
     def write(self, row: int) -> None:
         if self.adds:
             self.out[row] = add([share[row] for share in self.shares], self.out.dtype)
             return
-        for rank, share in enumerate(self.shares):
-            first = row // self.width * len(self.shares) * self.width
-            self.out[first + rank * self.width + row % self.width] = share[row]
+        for places, share in zip(self.places, self.shares, strict=True):
+            self.out[places[row]] = share[row]
 
 
 class Ranks:
@@ -158,9 +161,11 @@ class Ranks:
         """In place of the kernel's launcher."""
         self._launch(lambda: Finishing(splits, sinks, o, lse), table, **launch)
 
-    def share(self, x: Tensor, out: Tensor, table: Tensor, *, adds: bool, **launch: int) -> None:
+    def share(
+        self, x: Tensor, out: Tensor, table: Tensor, *, adds: bool, widths: tuple[int, ...], **launch: int
+    ) -> None:
         """In place of the other kernel's launcher."""
-        self._launch(lambda: Sharing(x, out, adds), table, **launch)
+        self._launch(lambda: Sharing(x, out, adds, widths), table, **launch)
 
     def _launch(
         self, begin: Callable[[], Work], table: Tensor, *, rank: int, ranks: int, slot: int, timeout_us: int
@@ -256,14 +261,11 @@ def run_shares(together: Ranks, seeds: range) -> Calls:
         def add_up(rank: int, shares=shares, to=to):
             return [shares[rank]], [torch.full_like(shares[rank], math.nan, dtype=to)], together.ends[rank].all_reduce
 
-        def lay(rank: int, shares=shares):
-            return (
-                [shares[rank]],
-                [torch.full_like(torch.cat(shares, 1), math.nan)],
-                together.ends[rank].all_gather_columns,
-            )
+        def concatenate(rank: int, shares=shares, widths=cut(shares[0].shape[1], seed)):
+            gather = together.ends[rank].all_gather_columns
+            return [shares[rank]], [torch.full_like(lay(shares, widths), math.nan)], lambda x, y: gather(x, y, widths)
 
-        outs = zip(run_call(together, add_up), run_call(together, lay), strict=True)
+        outs = zip(run_call(together, add_up), run_call(together, concatenate), strict=True)
         found.append((seed, [summed + laid for summed, laid in outs]))
     return found
 
@@ -273,7 +275,7 @@ def assert_shares(together: Ranks, found: Calls) -> None:
         shares, to = draw_shares(seed, together.ranks, SHAPES[seed % 3], DTYPES[seed // 3 % 3]), DTYPES[seed // 2 % 3]
         for summed, laid in outs:
             assert_bits(summed, add(shares, to))
-            assert_bits(laid, torch.cat(shares, 1))
+            assert_bits(laid, lay(shares, cut(shares[0].shape[1], seed)))
 
 
 def assert_answers(together: Ranks, found: Calls) -> None:

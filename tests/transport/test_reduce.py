@@ -94,10 +94,25 @@ def total(reducer: PartialReducer, x: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def side_by_side(reducer: PartialReducer, x: Tensor, ranks: int) -> Tensor:
+def side_by_side(reducer: PartialReducer, x: Tensor, ranks: int, widths: tuple[int, ...] = ()) -> Tensor:
     out = torch.full((x.shape[0], ranks * x.shape[1]), math.nan, dtype=x.dtype, device=x.device)
-    reducer.all_gather_columns(x, out)
+    out = out.view(-1) if widths else out
+    reducer.all_gather_columns(x, out, widths)
     return out
+
+
+def lay(columns: list[Tensor], widths: tuple[int, ...] = ()) -> Tensor:
+    """What `side_by_side` gives to every rank."""
+    if not widths:
+        return torch.cat(columns, 1)
+    parts = zip(*(x.split(widths, 1) for x in columns), strict=True)
+    return torch.cat([torch.cat(part, 1).flatten() for part in parts])
+
+
+def cut(width: int, seed: int) -> tuple[int, ...]:
+    """Up to three parts of so many columns; sometimes none are named."""
+    narrow = (seed % 4 - 1) * (1 + seed % 2,)
+    return (*narrow, width - sum(narrow)) if seed % 4 and width > 4 else ()
 
 
 def assert_bits(x: Tensor, y: Tensor) -> None:
@@ -150,9 +165,9 @@ def test_simulated_ranks_lay_columns_side_by_side_bit_for_bit(
 ) -> None:
     columns = [draw_bits(seed + rank, (rows, width), dtype) for rank in range(ranks)]
     for found in run_ranks(
-        ranks, lambda context: side_by_side(SimulatedReducer(context), columns[context.rank], ranks)
+        ranks, lambda context: side_by_side(SimulatedReducer(context), columns[context.rank], ranks, cut(width, seed))
     ):
-        assert_bits(found, torch.cat(columns, 1))
+        assert_bits(found, lay(columns, cut(width, seed)))
 
 
 def test_the_order_of_addends_shows() -> None:
@@ -296,6 +311,9 @@ def test_sums_that_do_not_fit_are_refused(x: Tensor, out: Tensor, said: str) -> 
 )
 def test_columns_that_do_not_fit_are_refused(x: Tensor, out: Tensor, said: str) -> None:
     reducer = Ring().partial_reducer("cpu")
+    for widths in ((3,), (0, 4), (1, 1, 1, 1)):
+        with pytest.raises(ValueError, match=r"widths must be at most 3 positive integers whose sum is the 4 columns"):
+            reducer.all_gather_columns(torch.zeros(2, 4), torch.zeros(8), widths)
     for _ in range(2):
         with pytest.raises(ValueError, match=said):
             reducer.all_gather_columns(x, out)

@@ -25,6 +25,8 @@ SHARED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of sums and columns."""
 LARGEST = 2**30
 """Most numbers of a result: kernels count them in 32 bits."""
+MOST_PARTS = 3
+"""Most parts of columns in one call: queries, keys and values."""
 
 
 class MergeCall(NamedTuple):
@@ -101,17 +103,20 @@ class ShareCall(NamedTuple):
     Attributes:
         overlap: x and out share memory.
         ranks: Ranks whose columns are concatenated; 0: a sum.
+        widths: Columns of each part of x; empty: x is one part.
     """
 
     x: Tensor
     out: Tensor
     overlap: bool
     ranks: int
+    widths: tuple[int, ...] = ()
 
     @property
     def what(self) -> str:
         """The call in words."""
-        return f"{'columns' if self.ranks else 'addends'} {tuple(self.x.shape)}"
+        parts = f" in parts {self.widths}" if self.widths else ""
+        return f"{'columns' if self.ranks else 'addends'} {tuple(self.x.shape)}{parts}"
 
     @property
     def kind(self) -> str:
@@ -131,10 +136,15 @@ class ShareCall(NamedTuple):
             raise ValueError(f"out must have the shape of x, {tuple(x.shape)}, got {tuple(out.shape)}; make it like x")
         if self.ranks and x.dim() != 2:
             raise ValueError(f"x must have shape `rows width`, got {tuple(x.shape)}; flatten its rows")
-        if self.ranks and tuple(out.shape) != (x.shape[0], self.ranks * x.shape[1]):
+        if self.widths and (len(self.widths) > MOST_PARTS or min(self.widths) < 1 or sum(self.widths) != x.shape[1]):
             raise ValueError(
-                f"out must have shape {(x.shape[0], self.ranks * x.shape[1])}, the columns of {self.ranks} ranks, got "
-                f"{tuple(out.shape)}; make it of rows and world_size * width"
+                f"widths must be at most {MOST_PARTS} positive integers whose sum is the {x.shape[1]} columns of x, got "
+                f"{self.widths}; exchange other parts in calls of their own"
+            )
+        if self.ranks and tuple(out.shape) != self._shape:
+            raise ValueError(
+                f"out must have shape {self._shape}, the columns of {self.ranks} ranks, got {tuple(out.shape)}; make it of rows "
+                "and world_size * width, in one dim where x has parts"
             )
         if self.ranks and out.dtype != x.dtype:
             raise ValueError(f"out must have the dtype of x, {x.dtype}, got {out.dtype}; columns are not cast")
@@ -149,6 +159,11 @@ class ShareCall(NamedTuple):
             raise ValueError(f"out must have at most {LARGEST} numbers, got {out.numel()}; exchange its rows in pieces")
         if self.overlap:
             raise ValueError("out must share no memory with x, got tensors that overlap; write into another tensor")
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        rows, width = self.x.shape
+        return (rows * self.ranks * width,) if self.widths else (rows, self.ranks * width)
 
 
 Call = MergeCall | ShareCall
@@ -217,14 +232,16 @@ class PartialReducer:
         if self._admit(call):
             self._run_sum(call)
 
-    def all_gather_columns(self, x: Tensor, out: Tensor) -> None:
+    def all_gather_columns(self, x: Tensor, out: Tensor, widths: tuple[int, ...] = ()) -> None:
         """Concatenate the columns of all ranks, in rank order, bit for bit; raises and returns as `merge_partials`.
 
         Args:
             x: `rows width`, contiguous, fp32, bf16 or fp16: this rank's columns. Shape and dtype are the same on all ranks.
             out: `rows, world_size * width`, contiguous, the dtype of x; written. Shares no memory with x.
+            widths: Columns of up to 3 parts of x, each of which is concatenated by itself: out has one dim then, in which matrices
+                `rows, world_size * widths[i]` follow one another. Empty: x is one part.
         """
-        call = ShareCall(x, out, _overlap(x, out), self._world_size)
+        call = ShareCall(x, out, _overlap(x, out), self._world_size, widths)
         if self._admit(call):
             self._run_columns(call)
 
@@ -279,7 +296,11 @@ class PartialReducer:
 
     def _run_columns(self, call: ShareCall) -> None:
         rows, width = call.x.shape
-        call.out.view(rows, call.ranks, width).copy_(self._stack(call.x, call.what).transpose(0, 1))
+        widths = call.widths or (width,)
+        parts = call.out.view(-1).split([rows * call.ranks * one for one in widths])
+        stacks = self._stack(call.x, call.what).transpose(0, 1).split(widths, 2)
+        for part, stack in zip(parts, stacks, strict=True):
+            part.view(stack.shape).copy_(stack)
 
 
 class LocalReducer(PartialReducer):

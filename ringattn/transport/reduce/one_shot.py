@@ -112,10 +112,10 @@ class OneShotReducer(PartialReducer):
         self._kernel.one_shot(call.splits, call.sinks, call.o, call.lse, self._table, **self._place())
 
     def _run_sum(self, call: ShareCall) -> None:
-        self._kernel.share(call.x, call.out, self._table, adds=True, **self._place())
+        self._kernel.share(call.x, call.out, self._table, adds=True, widths=(), **self._place())
 
     def _run_columns(self, call: ShareCall) -> None:
-        self._kernel.share(call.x, call.out, self._table, adds=False, **self._place())
+        self._kernel.share(call.x, call.out, self._table, adds=False, widths=call.widths, **self._place())
 
     def _place(self) -> dict[str, int]:
         return {"rank": self._rank, "ranks": self._world_size, "slot": self._slot, "timeout_us": self._timeout_us}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.contract.test_packed import Sizes
-from tests.transport.test_reduce import add, assert_bits, draw, draw_bits, draw_shares, simulate
+from tests.transport.test_reduce import add, assert_bits, cut, draw, draw_bits, draw_shares, lay, simulate
 
 SLOT = 4096
 Found = TypeVar("Found")
@@ -95,10 +95,9 @@ class Ranks:
         )
         return [o, lse]
 
-    def share(self, rank: int, x: Tensor, out: Tensor, adds: bool) -> Tensor:
-        self.kernel.share(
-            x, out, self.tables[rank], adds=adds, rank=rank, ranks=self.ranks, slot=SLOT, timeout_us=7_000_000
-        )
+    def share(self, rank: int, x: Tensor, out: Tensor, adds: bool, widths: tuple[int, ...] = ()) -> Tensor:
+        place = {"rank": rank, "ranks": self.ranks, "slot": SLOT, "timeout_us": 7_000_000}
+        self.kernel.share(x, out, self.tables[rank], adds=adds, widths=widths, **place)
         return out
 
     def epochs(self, rank: int) -> Tensor:
@@ -217,13 +216,13 @@ def test_sums_and_columns_are_those_of_all_ranks_whatever_divides_them(
             else:
                 assert_bits(found, add(brought, to))
         columns = [draw_bits(seed + rank, shape, dtype) for rank in range(ranks)]
-        rows, width = shape
+        wanted = lay(columns, widths := cut(shape[1], seed))
         for found in together.together(
-            lambda rank, x=columns, rows=rows, width=width: together.share(
-                rank, x[rank], torch.full((rows, ranks * width), math.inf, dtype=dtype), False
+            lambda rank, x=columns, wanted=wanted, widths=widths: together.share(
+                rank, x[rank], torch.full_like(wanted, math.inf), False, widths
             )
         ):
-            assert_bits(found, torch.cat(columns, 1))
+            assert_bits(found, wanted)
         for rank in range(ranks):
             assert together.epochs(rank).tolist() == [2 * seed + 2] * 4, "programs without units count too"
             assert not together.errors[rank].any()

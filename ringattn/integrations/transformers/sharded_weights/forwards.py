@@ -39,14 +39,15 @@ class Exchange:
 
     def columns(self, x: Tensor, widths: Sequence[int], columns: Sequence[int]) -> list[Tensor]:
         """Return `n columns` of each of several products, of all ranks, from this rank's `n sum(widths)`."""
+        rows, wide = len(x), [self.ranks * width for width in widths]
         if prefill_rows() is not None:
             stack = torch.stack(self.ring.gather(x, 1, [x.shape[1]] * self.ranks), 1)
+            parts = [part.flatten(1) for part in stack.split(list(widths), 2)]
         else:
-            whole = x.new_empty(x.shape[0], self.ranks * x.shape[1])
-            self.ring.partial_reducer(x.device).all_gather_columns(x, whole)
-            stack = whole.view(x.shape[0], self.ranks, x.shape[1])
-        parts = stack.split(list(widths), 2)
-        return [part.flatten(1)[:, :count].contiguous() for part, count in zip(parts, columns, strict=True)]
+            whole = x.new_empty(self.ranks * x.numel())
+            self.ring.partial_reducer(x.device).all_gather_columns(x, whole, tuple(widths))
+            parts = [part.view(rows, n) for part, n in zip(whole.split([rows * n for n in wide]), wide, strict=True)]
+        return [part[:, :count].contiguous() for part, count in zip(parts, columns, strict=True)]
 
     def total(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum `n d` of all ranks' addends, in rank order and fp32, rounded once: the same bits on every rank."""
