@@ -261,8 +261,8 @@ def run_shares(together: Ranks, seeds: range) -> Calls:
         def add_up(rank: int, shares=shares, to=to):
             return [shares[rank]], [torch.full_like(shares[rank], math.nan, dtype=to)], together.ends[rank].all_reduce
 
-        def concatenate(rank: int, shares=shares, widths=cut(shares[0].shape[1], seed)):
-            gather = together.ends[rank].all_gather_columns
+        def concatenate(rank: int, shares=shares, seed=seed):
+            gather, widths = together.ends[rank].all_gather_columns, cut(shares[0].shape[1], seed)
             return [shares[rank]], [torch.full_like(lay(shares, widths), math.nan)], lambda x, y: gather(x, y, widths)
 
         outs = zip(run_call(together, add_up), run_call(together, concatenate), strict=True)

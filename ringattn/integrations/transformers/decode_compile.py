@@ -13,7 +13,7 @@ Note [Packed products]
     product of all their weights reads memory faster than one after another: the smaller ones do not fill a GPU. So the weights of
     such linear layers are stored behind each other, each parameter a view. In compiled code each of the layers takes its columns of
     the product with all weights, and equal products are merged before the compiler sees them. Everything else calls the layers as
-    they were.
+    they were. Sharded weights are stored so from the beginning (sharded_weights/forwards.py).
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ from ringattn import Ring
 from ringattn.integrations.transformers import (
     RingCache,
     compile_for_decode,
+    decode_compile,
     load_sharded_model,
     register,
     shard_weights,
 )
 from ringattn.integrations.transformers.model_forward import SHARDED
-from ringattn.integrations.transformers.sharded_weights import load, shard
+from ringattn.integrations.transformers.sharded_weights import forwards, load, shard
 from ringattn.integrations.transformers.sharded_weights.layer_gather import LayerGather
 from ringattn.integrations.transformers.sharded_weights.plan import Slot, plan_weights
 from ringattn.integrations.transformers.sharded_weights.slices import Slice, slice_width
@@ -394,6 +395,32 @@ def compiled(kind: str) -> tuple[list[int], int]:
         found = model.generate(**calls()[0], past_key_values=cache)[0].tolist()
     ring.close()
     return found, modules
+
+
+@torch.no_grad()
+def test_slices_of_one_input_are_one_product_in_compiled_code_and_stay_the_weights() -> None:
+    linears, products = [torch.nn.Linear(8, 12, bias=bias) for bias in (True, False)], list[int]()
+    slots = [Slot(one, "weight", Slice(0, 12, 8)) for one in linears]
+    wholes = copy.deepcopy(linears)
+    for slot in slots:
+        slot.weight.data = slot.slice.cut(slot.weight.data, 1)
+    gate, up = forwards._column_parallel(slots, 1)
+
+    def product(x: Tensor) -> Tensor:
+        return gate(x).sigmoid() * up(x)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        del inputs
+        decode_compile._merge_equal_products(graph)
+        products.append(len(graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear)))
+        return graph.forward
+
+    x = torch.randn(1, 1, 8)
+    linears[1].weight.mul_(2)  # in place, where the product reads it
+    expected = wholes[0](x).sigmoid() * wholes[1](x) * 2
+    for found in (product(x), torch.compile(product, backend=backend)(x)):
+        torch.testing.assert_close(found[..., :4], expected[..., 8:])
+    assert products == [1]
 
 
 @pytest.mark.slow

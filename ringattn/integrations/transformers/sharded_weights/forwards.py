@@ -23,7 +23,7 @@ from ringattn.integrations.transformers.model_forward import (
 )
 from ringattn.integrations.transformers.sharded_weights.layer_gather import LayerGather
 from ringattn.integrations.transformers.sharded_weights.plan import Part, Slot
-from ringattn.integrations.transformers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from ringattn.integrations.transformers.tensor_parallel import RowParallelLinear
 from ringattn.ring import Ring
 
 EMBEDDED_ROWS = 512
@@ -115,12 +115,9 @@ class Forwards:
 
     def _linears(self, part: Part) -> None:
         """Linear layers of one input: the first that is called computes the columns of all, which one exchange gathers."""
-        slots, linears, rank = part.slots, [slot.module for slot in part.slots], self._ring.rank
+        slots, linears = part.slots, [slot.module for slot in part.slots]
         widths, columns = [s.slice.width for s in slots], [s.slice.columns for s in slots]
-        packed = _packed([slot.weight.data for slot in slots])
-        for slot, mine in zip(slots, packed.split(widths), strict=True):
-            slot.weight.data = mine
-        bias = _packed_bias(slots, rank)
+        packed, bias = _pack(slots, self._ring.rank)
         found: dict[int, Tensor] = {}
         given: list[Tensor] = []
 
@@ -153,7 +150,7 @@ class Forwards:
         shard = copy.copy(mlp)
         shard._modules = {
             **mlp._modules,
-            **{names[slot]: _column_parallel(slot, rank) for slot in first},
+            **{names[slot]: one for slot, one in zip(first, _column_parallel(first, rank), strict=True)},
             names[last]: row_parallel,
         }
         width = row_parallel.out_features
@@ -239,9 +236,9 @@ class Forwards:
 
     def _head(self, part: Part) -> None:
         """The output head: column-parallel by tokens; rows that a rank alone has are given to all."""
-        [slot], rank = part.slots, self._ring.rank
+        [slot] = part.slots
         head: Any = slot.module
-        shard = _column_parallel(slot, rank)
+        [shard] = _column_parallel([slot], self._ring.rank)
         tokens = slot.slice.columns
 
         def forward(x: Tensor) -> Tensor:
@@ -268,11 +265,40 @@ def _bias(slot: Slot) -> Tensor | None:
     return slot.module._parameters.get("bias")
 
 
-def _column_parallel(slot: Slot, rank: int) -> ColumnParallelLinear:
-    """Return the columns of a rank, of each of the parts of a linear layer that is sliced."""
-    bias = _bias(slot)
-    biases = () if bias is None else slot.slice.cut(bias.data, rank).split(slot.slice.width)
-    return ColumnParallelLinear(slot.weight.data.split(slot.slice.width), biases)
+class _PackedLinear(nn.Module):
+    """A rank's columns `first` to `end` of the product of several linear layers, which compiled code makes once for all of them.
+
+    See Note [Packed products] of decode_compile.py.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, first: int, end: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.first, self.end = weight, bias, first, end
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return F.linear(x, self.weight, self.bias)[..., self.first : self.end]
+        bias = None if self.bias is None else self.bias[self.first : self.end]
+        return F.linear(x, self.weight[self.first : self.end], bias)
+
+
+def _column_parallel(slots: Sequence[Slot], rank: int) -> list[_PackedLinear]:
+    """Return the columns of a rank of each of some linear layers of one input, and of all of its parts."""
+    packed, bias = _pack(slots, rank)
+    weight, biases = _frozen(packed), None if bias is None else _frozen(bias)
+    ends = accumulate((len(slot.weight) for slot in slots), initial=0)
+    return [_PackedLinear(weight, biases, *columns) for columns in pairwise(ends)]
+
+
+def _pack(slots: Sequence[Slot], rank: int) -> tuple[Tensor, Tensor | None]:
+    """Store the slices of linear layers one behind the other; return all of them, and their biases, as one."""
+    packed, before = _packed([slot.weight.data for slot in slots]), slots[0].weight.data_ptr()
+    for slot, mine in zip(slots, packed.split([len(slot.weight) for slot in slots]), strict=True):
+        slot.weight.data = mine
+    if packed.is_cuda and packed.data_ptr() != before:
+        # slices that are too small for the next matrix
+        torch.cuda.empty_cache()
+    return packed, _packed_bias(slots, rank)
 
 
 def _packed(slices: Sequence[Tensor]) -> Tensor:
@@ -292,7 +318,7 @@ def _packed_bias(slots: Sequence[Slot], rank: int) -> Tensor | None:
     if all(bias is None for bias in biases):
         return None
     parts = [
-        slot.weight.new_zeros(slot.slice.width) if bias is None else slot.slice.cut(bias.data, rank)
+        slot.weight.new_zeros(len(slot.weight)) if bias is None else slot.slice.cut(bias.data, rank)
         for slot, bias in zip(slots, biases, strict=True)
     ]
     return torch.cat(parts)
