@@ -30,7 +30,7 @@ def sustained(rows: Sequence[Row], profile: Profile) -> Profile:
             continue
         counts, other = programs(row, profile)
         cost = getattr(profile, row["direction"])[row["head_dim"]]
-        us = counts[0] * cost.block + counts[1] * cost.tile + counts[2] * cost.masked + other
+        us = counts[0] * cost.block + counts[1] * cost.tile + other
         factors.append(row["ms"] * 1e3 / us)
     return replace(profile, sustained=round(max(1.0, statistics.median(factors) * 1.02), 4))
 

@@ -54,20 +54,19 @@ def kernel_costs(rows: Sequence[Row], profile: Profile) -> Profile:
     return replace(profile, forward=found["forward"], backward=found["backward"])
 
 
-def programs(row: Row, profile: Profile) -> tuple[tuple[float, float, float], float]:
-    """Return blocks, tiles and masked blocks of the most loaded program of a row, and its other microseconds."""
+def programs(row: Row, profile: Profile) -> tuple[tuple[float, float], float]:
+    """Return blocks and tiles of the most loaded program of a row, and its other microseconds."""
     call = ring_call(row, 1)
     return measure_programs(*gathered(call, 0), call.heads, profile, row["direction"])
 
 
 def _least_squares(counts: torch.Tensor, us: torch.Tensor) -> KernelCost:
-    """Return the cost with the least relative errors, over subsets of columns until none is negative."""
-    for columns in ([0, 1, 2], [0, 1], [0, 2], [0]):
+    """Return the cost with the least relative errors; of blocks alone where a tile would take less than nothing."""
+    for columns in ([0, 1], [0]):
         ones = torch.ones(len(us), 1, dtype=torch.float64)
         solution = torch.linalg.lstsq(counts[:, columns] / us[:, None], ones).solution
         if bool((solution >= 0).all()):
-            cost = dict(zip(columns, solution[:, 0].tolist(), strict=True))
-            return KernelCost(*(round(cost.get(column, 0.0), 4) for column in range(3)))
+            return KernelCost(*(round(us, 4) for us in (*solution[:, 0].tolist(), 0.0)[:2]))
     raise ValueError("kernel rows must fit some cost, got none; measure them again")
 
 

@@ -142,15 +142,15 @@ def cost_of(profile: Profile, direction: str, head_dim: int) -> KernelCost:
 
 def measure_programs(
     rows: AnyRows, keys: AnyRows, heads: Heads, profile: Profile, direction: str
-) -> tuple[tuple[float, float, float], float]:
-    """Return blocks, tiles and masked blocks of the program with most of them, and microseconds of the kernels beside it."""
+) -> tuple[tuple[float, float], float]:
+    """Return blocks and tiles of the program with most of them, and microseconds of the kernels beside it."""
     launch = make_launch(rows, keys, heads, profile, direction)
     assert launch is not None, "a measured launch has rows"
-    owner, blocks, masked = _entries(launch)
-    counts = torch.zeros(launch.work.programs, 3, dtype=torch.float64, device="cpu")
-    counts.index_add_(0, owner, torch.stack((blocks, torch.ones_like(blocks), masked), 1))
-    most = counts[int((counts[:, 0] + counts[:, 1]).argmax())].tolist()
-    return (most[0] * launch.times, most[1] * launch.times, most[2] * launch.times), launch.other_us
+    owner, blocks = _entries(launch)
+    counts = torch.zeros(launch.work.programs, 2, dtype=torch.float64, device="cpu")
+    counts.index_add_(0, owner, torch.stack((blocks, torch.ones_like(blocks)), 1))
+    most = counts[int(counts.sum(1).argmax())].tolist()
+    return (most[0] * launch.times, most[1] * launch.times), launch.other_us
 
 
 def split_bytes(rows: AnyRows, keys: AnyRows, heads: Heads, profile: Profile) -> float:
@@ -159,13 +159,12 @@ def split_bytes(rows: AnyRows, keys: AnyRows, heads: Heads, profile: Profile) ->
     return 0.0 if launch is None else launch.work.slots * launch.shape.tile * heads.width * 4.0
 
 
-def _entries(launch: PredictedLaunch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the program, the blocks and the masked blocks of every entry, repeats counted."""
+def _entries(launch: PredictedLaunch) -> tuple[Tensor, Tensor]:
+    """Return the program and the blocks of every entry, repeats counted."""
     table = launch.work.work.to(torch.float64)
     counts = (launch.work.starts[1:] - launch.work.starts[:-1]).to(torch.int64)
     owner = torch.repeat_interleave(torch.arange(launch.work.programs, device="cpu"), counts)
-    repeats = launch.shape.repeats
-    return owner, (table[:, 5] + table[:, 6]) * repeats, table[:, 5] * repeats
+    return owner, (table[:, 5] + table[:, 6]) * launch.shape.repeats
 
 
 def programs_us(
@@ -175,8 +174,8 @@ def programs_us(
     work = launch.work
     if work.work.shape[0] == 0:
         return 0.0
-    owner, blocks, masked = _entries(launch)
-    entry_us = cost.tile + blocks * cost.block + masked * cost.masked
+    owner, blocks = _entries(launch)
+    entry_us = cost.tile + blocks * cost.block
     total = torch.zeros(work.programs, dtype=torch.float64, device="cpu").index_add_(0, owner, entry_us)
     longest = float(total.max())
     if exchange is None or not isinstance(keys, GatheredKeys):
@@ -209,13 +208,11 @@ def _streamed_us(
         index = (work.starts[:-1].to(torch.int64) + turn).clamp(max=work.work.shape[0] - 1)
         now = torch.where(waiting, now + cost.tile, now)
         first, number = work.work[index, 2].to(torch.int64), work.work[index, 3:5].sum(1)
-        masked_of = work.work[index, 3]
         for k in range(int(number.max())):
             there = waiting & (k < number)
             line = segments[(first + k).clamp(max=segments.shape[0] - 1)]
-            block_us = cost.block + (k < masked_of) * cost.masked
             begin = torch.maximum(now, arrivals[group[index], line[:, 6]])
-            now = torch.where(there, begin + line[:, 1] * block_us, now)
+            now = torch.where(there, begin + line[:, 1] * cost.block, now)
         done = torch.where(waiting, done + entry_us[index], done)
     return float((now + total - done).max())
 

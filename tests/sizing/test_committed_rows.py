@@ -119,9 +119,8 @@ def test_kernels_under_masks_of_several_intervals_are_predicted():
             call, way = ring_call(row, 1), row["direction"]
             errors[f"{row['mask']}, {way}"] = attention_time(call, profile, way).device_ms / row["ms"] - 1
     assert len(errors) == 12
-    # keys that all queries see are one long tile, which is split among programs: their partial sums cost less than the model says
-    assert {name for name, error in errors.items() if abs(error) > 0.15} == {"sinks, backward"}
-    assert statistics.median(map(abs, errors.values())) <= 0.07
+    assert max(map(abs, errors.values())) <= 0.1
+    assert statistics.median(map(abs, errors.values())) <= 0.03
 
 
 def errors_of_h100(profile: Profile) -> dict[str, float]:
@@ -139,9 +138,9 @@ def test_kernels_of_one_h100_are_predicted():
     assert len(errors) == 24
     assert max(errors) <= 0.07
     assert statistics.median(errors) <= 0.02
-    # kernels of an H200 in its place are twice as far off
+    # kernels of an H200 in its place are half as far off again
     of_h200 = map(abs, errors_of_h100(load_profile("h200")).values())
-    assert statistics.median(of_h200) > 2 * statistics.median(errors)
+    assert statistics.median(of_h200) > 1.5 * statistics.median(errors)
 
 
 @pytest.mark.parametrize("kind", ["ring", "model", "prefill"])
