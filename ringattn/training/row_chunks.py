@@ -143,9 +143,8 @@ class _ChunkedRows(torch.autograd.Function):
                 made = list(torch.autograd.grad(y, inputs, grad[here], allow_unused=True))
                 if dx is not None:
                     dx[here] = made.pop(0)
-                for i, one in enumerate(made):
-                    if one is not None:
-                        sums[i] = _add(sums[i], one)
+                sums = [_add(total, one) for total, one in zip(sums, made, strict=True)]
+                del made  # not beside the activations of the next chunk
         ends = (None if s is None else s.to(p.dtype) for s, p in zip(sums, ctx.parameters, strict=True))
         return None, None, None, dx, *ends
 
@@ -155,7 +154,9 @@ def _parts(x: Tensor, rows: int) -> Iterable[tuple[Tensor, int]]:
     return zip(x.split(rows, -2), range(0, x.shape[-2], rows), strict=True)
 
 
-def _add(so_far: Tensor | None, one: Tensor) -> Tensor:
+def _add(so_far: Tensor | None, one: Tensor | None) -> Tensor | None:
+    if one is None:
+        return so_far
     if so_far is None:
         return one.to(torch.promote_types(one.dtype, torch.float32))
     return so_far.add_(one)

@@ -408,6 +408,15 @@ def test_an_mlp_holds_tensors_of_one_chunk() -> None:
     assert all(6 <= x <= 6 + 16 / 40 for x in growth), growth
 
 
+def test_gradients_of_weights_of_one_chunk_exist_at_a_time() -> None:
+    mlp = Mlp(ModelShape("x", 64, 1, 4, 2, 8, 256, vocab_size=64)).bfloat16()
+    chunk_rows_([mlp], 2)
+    with LiveBytes(mlp) as live:
+        mlp(torch.randn(1, 8, 64, dtype=torch.bfloat16)).sum().backward()
+    # sums in fp32, and one gradient in bf16 of each
+    assert live.most < 6.5 * sum(p.numel() for p in mlp.parameters())
+
+
 @contextmanager
 def counting() -> Iterator[list[int]]:
     """Count the bytes that are saved for the backward."""
