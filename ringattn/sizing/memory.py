@@ -1,20 +1,20 @@
 """Bytes of one rank by what they are for: states of a model, activations, buffers of the ring, KV cache.
 
 Note [Peak of a training step]
-    Memory is fullest when the backward begins, or when it ends and all gradients are there. When it begins, all layers have their
-    saved activations, and the last one is computed again. Then a rank holds, beside states: the input of every layer and, with
-    selective recomputation, what attention returned; the parameters outside of layers and the gradient of the head in bf16 (one
-    FSDP unit, gathered until the backward ends); two gathered layers, the gradient of one in bf16 and its fp32 copy to reduce; and
-    the activations of one layer: six tensors of the MLP's width (gate, up, their product and gradients) and `STREAMS` of the
-    model's (inputs, norms and gradients). Of layers whose checkpoints wait in host memory two are on the device: the one at work,
-    and the one that is copied. At the loss a rank holds no layer, but the gradient of the head, a chunk of logits and their
-    gradient in bf16; without chunks all logits, in bf16 and fp32, and both gradients.
+    Memory is fullest in the backward of some layer, in the loss, or when the gradients of embedding and head are reduced. In the
+    backward of a layer a rank holds, beside states: its checkpoint and those of the layers before it (of layers whose checkpoints
+    wait in host memory that of the layer at work and of the one before it, which is copied), and reduced gradients of the layers
+    behind it; the parameters outside of layers and the gradient of the head in bf16 (one FSDP unit, gathered until the backward
+    ends); the layer, and the next one that is gathered beside it; the fp32 gradients of the layer behind it, while they are
+    reduced; and the activations of the layer, which is computed again (`_layer_bytes`). At the loss it holds no layer, but the
+    gradient of the head, a chunk of logits and their gradient in bf16; without chunks all logits, in bf16 and fp32, and both
+    gradients. All this is counted; no number is fitted.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ringattn.plan.buffers import gather_bytes
 from ringattn.plan.layouts import shard_len
@@ -23,10 +23,13 @@ from ringattn.sizing.profile import Profile
 from ringattn.sizing.ring_time import RingCall, gathered
 from ringattn.sizing.shapes import ModelShape
 
-STREAMS = 5.4
-"""Tensors of the model's width that the backward of a layer holds; fitted to the peaks of two training steps."""
+STREAMS = 4
+"""Tensors of the model's width that the backward of an MLP holds: inputs of attention and MLP, before the norm of the latter, and
+the gradient of the layer's output; beside them q, k and v."""
+ROTARY = (2, 7)
+"""Tensors of the width of the model, and of q, while q is turned in a second run: by tensors in fp32."""
 MLP_TENSORS = 6
-"""Tensors of the MLP's width that it holds."""
+"""Tensors of the MLP's width in its backward: gate, up, their product, and gradients."""
 LOSS_STREAMS = 3.0
 """Tensors of the model's width at the loss: last rows, before and after the norm, and their gradient."""
 OUTBOX_ROWS = 3.5
@@ -42,7 +45,7 @@ REPLICATED_ROWS = 8192
 
 
 ON_DEVICE = 2
-"""Layers whose checkpoints are on the device where they wait in host memory."""
+"""Layers whose checkpoints are on the device although they wait in host memory: the one at work and the one before it."""
 CHUNK_ELEMENTS = 1 << 27
 """Logits at a time of a chunked loss; that of `ringattn.training.log_probs`."""
 CHUNKED_LOGIT_BYTES = 4
@@ -199,35 +202,55 @@ def training_memory(
         savings: Offload, chunks of MLPs and of the loss.
         reserve: Bytes that libraries take outside of tensors.
     """
-    per_rank = shape.parameters / tp / shards
-    stream = tokens * shape.dim * 2 / tp
+    per_rank, stream = shape.parameters / tp / shards, tokens * shape.dim * 2 / tp
+    layer, root, head = (n / tp for n in (shape.layer_parameters, shape.root_parameters, shape.vocab_size * shape.dim))
     moved = min(savings.layers(shape), shape.layers)
-    held = shape.layers - moved + min(moved, ON_DEVICE)
-    activations = held * checkpoint_bytes(shape, tokens, recompute, tp)
+    states = {"weights": 4 * per_rank, "optimizer": 8 * per_rank, "reserve": reserve}
+    states["ring"] = ring_bytes(call, backward=True)
+    saved, keys = checkpoint_bytes(shape, tokens, recompute, tp), 0.0
     if call.saved and call.world_size > 1:
-        # full recomputation gathers again, and keeps only the keys of the layer at work
-        rows = call.gather_plan(0).most_remote_rows
-        activations += rows * call.heads.kv_bytes() * (1 if recompute == "full" else shape.layers)
-    head = shape.vocab_size * shape.dim
-    units = 2 * shape.root_parameters + 2 * head + (2 * 2 + 2 + 4) * shape.layer_parameters
-    working = MLP_TENSORS * min(tokens, savings.mlp_rows) * shape.mlp_width * 2 / tp + STREAMS * stream
-    begins = Memory(
-        weights=4 * per_rank,
-        gradients=4 * per_rank / shape.layers,
-        optimizer=8 * per_rank,
-        activations=activations,
-        working=working + units / tp,
-        ring=ring_bytes(call, backward=True),
-        reserve=reserve,
-    )
-    ends = replace(begins, gradients=4 * per_rank, activations=activations / held)
-    logits = WHOLE_LOGIT_BYTES * tokens * shape.vocab_size
+        keys = call.gather_plan(0).most_remote_rows * call.heads.kv_bytes()
+
+    def held(index: int) -> float:
+        """Return what layers up to this one have saved; with full recomputation the keys of the layer at work alone."""
+        checkpoints = max(index + 1 - moved, min(index + 1, ON_DEVICE))
+        return checkpoints * saved + keys * (1 if recompute == "full" else index + 1)
+
+    def backward(index: int) -> Memory:
+        """Return the memory in the backward of a layer."""
+        done, gathered = shape.layers - 1 - index, 2 if shards > 1 and index else 1
+        units = 2 * root + 2 * head + (2 * gathered + 4 * (done > 0)) * layer
+        working = units + _layer_bytes(shape, tokens, tp, recompute, savings)
+        return Memory(gradients=4 * layer * done / shards, activations=held(index), working=working, **states)
+
+    logits = WHOLE_LOGIT_BYTES * tokens * shape.vocab_size / tp
     if savings.chunked_loss:
         # and fp32 sums of gradients of a block's rows
         rows = min(tokens, math.isqrt(8 * CHUNK_ELEMENTS))
-        logits = CHUNKED_LOGIT_BYTES * min(CHUNK_ELEMENTS, tokens * shape.vocab_size) + 2 * head + 6 * rows * shape.dim
-    loss = replace(begins, gradients=0.0, working=(2 * shape.root_parameters + logits) / tp + LOSS_STREAMS * stream)
-    return max(begins, ends, loss, key=lambda memory: memory.total)
+        logits = CHUNKED_LOGIT_BYTES * min(CHUNK_ELEMENTS, tokens * shape.vocab_size) / tp
+        logits += 2 * head + 6 * rows * shape.dim / tp
+    last = shape.layers - 1
+    loss = Memory(activations=held(last), working=2 * root + logits + LOSS_STREAMS * stream, **states)
+    # gradients of embedding and head in bf16 and fp32, then the latter and their sum
+    ends = Memory(gradients=4 * per_rank, working=max(4 * root, 6 * root - 4 * root / shards), **states)
+    # what a layer adds and leaves is the same for all between the first two and the last two
+    layers = {max(0, last - 1), last, 0, min(1, last)}
+    return max(loss, ends, *map(backward, layers), key=lambda memory: memory.total)
+
+
+def _layer_bytes(shape: ModelShape, tokens: int, tp: int, recompute: str, savings: Savings) -> float:
+    """Return the activations of a layer in its backward at their peak, beside its checkpoint, and its gradients."""
+    stream, rows = tokens * shape.dim * 2 / tp, min(tokens, savings.mlp_rows)
+    q, kv = (tokens * heads * shape.head_dim * 2 / tp for heads in (shape.heads, 2 * shape.kv_heads))
+    weights = shape.mlp_parameters(shape.experts) / tp
+    # the gradient of one of three matrices
+    mlp = STREAMS * stream + q + kv + MLP_TENSORS * rows * shape.mlp_width * 2 / tp + 2 * weights / 3
+    if rows < tokens:
+        # gradients of all rows, results of a chunk, sums of gradients of weights in fp32
+        mlp += stream + rows * shape.dim * 2 / tp + 4 * weights
+    # what attention returned is there again, and tables of rotary embedding
+    returned = tokens * shape.heads * (shape.head_dim * 2 + 4) / tp if recompute == "full" else 0.0
+    return max(mlp + returned, ROTARY[0] * stream + ROTARY[1] * q) + 4 * tokens * shape.head_dim
 
 
 def host_bytes(shape: ModelShape, tokens: int, recompute: str, savings: Savings, tp: int = 1) -> float:
@@ -240,10 +263,9 @@ def layers_to_offload(over: float, saved: float, layers: int) -> int:
 
     Example:
         >>> layers_to_offload(2.5, 1.0, 10), layers_to_offload(-1.0, 1.0, 10)
-        (5, 0)
+        (3, 0)
     """
-    # the checkpoints of ON_DEVICE layers are there all the same
-    return min(layers, math.ceil(over / saved) + ON_DEVICE) if over > 0 else 0
+    return max(0, min(layers, math.ceil(over / saved)))
 
 
 def serving_memory(

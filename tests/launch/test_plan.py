@@ -48,7 +48,7 @@ def test_checkpoints_in_host_memory_are_planned(capsys: pytest.CaptureFixture[st
     assert main([*words, "--offload", "auto", "--mlp-rows", "16384", "--recompute", "selective"]) == 0
     said = capsys.readouterr().out
     assert "layers wait in host memory: 18 GiB of a rank, 145 GiB of a node" in said
-    assert "selective, refetch, offload 22" in said
+    assert "selective, refetch, offload 20" in said
 
 
 def test_documents_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,8 +27,10 @@ COMMUNICATOR = 0.21 * 2**30
 FP32_LOGITS_BEFORE = "2026-11-29T03:40"
 """Steps until then made passes over logits in fp32: `MORE_LOSS_BYTES` per row and logit."""
 MORE_LOSS_BYTES = 34
-WHOLE_MLP_BEFORE = "2026-11-22T01"
-"""The bench of models of before ran SwiGLU over all rows at once."""
+WHOLE_MLP_BEFORE, CHUNKED_MLP_BEFORE = "2026-11-22T01", "2026-11-28"
+"""The bench of models of before ran SwiGLU over all rows at once, then over pieces that were checkpointed one by one."""
+CHUNK_GRADIENTS_BEFORE = "2026-11-29T10"
+"""Chunks of MLPs of before ran beside the gradients of weights of the chunk before them."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ def profile_of(machine: Row) -> Profile:
 def predict_rows(folder: Path) -> list[Prediction]:
     """Return the predictions for all rows of rings, memory, models and prompts in a folder."""
     found: list[Prediction] = []
-    for bench, predict in (("ring", _ring), ("memory", _memory), ("model", _model), ("inference", _prompt)):
-        for file, machine, row in read_rows(folder, bench):
+    benches = ("ring", _ring), ("memory", _memory), ("model", _model), ("inference", _prompt)
+    for (bench, predict), files in [(x, x[0]) for x in benches] + [(benches[2], "offload")]:
+        for file, machine, row in read_rows(folder, bench, files):
             found += predict(file, machine, row, profile_of(machine))
     return found
 
@@ -122,22 +125,27 @@ def _model(file: str, machine: Row, row: Row, profile: Profile) -> Iterator[Pred
     shape = _shape(row)
     world_size, tokens = row["world_size"], row["seq_len"]
     call, rows = _causal(tokens, world_size, shape), tokens // world_size
+    savings = Savings(row.get("offload", 0), row.get("mlp_rows", 131072))
     name = f"{world_size} GPUs, {row['layers']} layers, {tokens} tokens"
-    time = training_step(shape, rows, [(call, shape.layers)], profile, shards=world_size, gpus_per_node=8)
+    if "offload" in row:
+        name += f", offload {savings.offload}, MLPs by {savings.mlp_rows} rows"
+    machine_of = {"shards": world_size, "gpus_per_node": 8, "savings": savings}
+    time = training_step(shape, rows, [(call, shape.layers)], profile, **machine_of)
     more = (
         (machine["date"] < FP32_LOGITS_BEFORE) * MORE_LOSS_BYTES * rows * shape.vocab_size / profile.memory_gbps / 1e9
     )
     yield Prediction(file, f"{name}, step", "model", "s", time.total + more, row["step_s"])
-    memory = training_memory(
-        shape,
-        rows,
-        call,
-        shards=world_size,
-        savings=Savings(mlp_rows=rows if machine["date"] < WHOLE_MLP_BEFORE else 131072),
-    )
+    if machine["date"] < WHOLE_MLP_BEFORE:
+        savings = replace(savings, mlp_rows=rows)
+    chunked = savings.mlp_rows < rows
+    if chunked and machine["date"] < CHUNKED_MLP_BEFORE:
+        return
+    memory = training_memory(shape, rows, call, shards=world_size, savings=savings)
     if len(row["steps_s"]) == 1:
         memory = replace(memory, optimizer=0.0)  # AdamW makes its moments in the first step
     peak = memory.total + _more_slots(machine) * _slot_bytes(call)
+    if chunked and machine["date"] < CHUNK_GRADIENTS_BEFORE:
+        peak += 2 * shape.mlp_parameters(shape.experts)
     yield Prediction(file, f"{name}, peak", "model memory", "GiB", peak / 2**30, row["peak_gib"])
 
 

@@ -19,8 +19,6 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 FITTED_RINGS = {"ring2-peers.json", "ring4.json"}
 """Files of which the rows of 1,024 tokens per GPU and of 32 KV heads are fitted."""
 FITTED_FILES = {"model2-128k.json"}
-FITTED_PEAKS = {"model2-long.json", "model4-1m.json"}
-"""Files whose peaks gave the number of tensors that a layer's backward holds."""
 MISSED = {
     # the host of this machine takes a fourth less than that of the rows of 1,024 tokens, which it is fitted to
     "ring4-masks.json: 4 GPUs, fused, window, 2048 tokens, 8 KV heads, forward",
@@ -51,8 +49,8 @@ MISSED_PEAKS = {
 
 
 def is_fitted(one: Prediction) -> bool:
-    if one.file in FITTED_FILES or (one.kind.endswith("memory") and one.file in FITTED_PEAKS):
-        return True
+    if one.file in FITTED_FILES:
+        return one.kind == "model"
     return one.kind == "ring" and one.file in FITTED_RINGS and (" 1024 tokens" in one.name or "32 KV heads" in one.name)
 
 

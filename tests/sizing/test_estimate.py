@@ -280,8 +280,8 @@ def test_chunks_of_mlps_and_of_the_loss_hold_their_rows():
     def peak(**savings: Any) -> float:
         return training_memory(shape, tokens, call, shards=8, recompute="full", savings=Savings(**savings)).total
 
-    # six tensors of the MLP's width, and 12 bytes of each logit
-    assert peak(mlp_rows=65536) - peak(mlp_rows=32768) == 6 * 32768 * shape.mlp_width * 2
+    # six tensors of the MLP's width and its result, and 12 bytes of each logit
+    assert peak(mlp_rows=65536) - peak(mlp_rows=32768) == 32768 * (6 * shape.mlp_width + shape.dim) * 2
     assert peak(chunked_loss=False) - peak() > 10 * tokens * shape.vocab_size
     assert CHUNK_ELEMENTS == CHUNK_OF_THE_LOSS
 
