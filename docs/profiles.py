@@ -13,11 +13,15 @@ from pathlib import Path
 
 from ringattn.launch.plan.fit import LONG_MS, WAYS, Row, kernel_costs, programs, ring_costs
 from ringattn.sizing.profile import PROFILES, KernelCost, Link, Profile, write_profile
+from ringattn.sizing.shapes import ModelShape
+from ringattn.sizing.step import token_ms
 
 RESULTS = Path(__file__).parent / "results"
 KERNELS = ("kernels.json", "kernels-lengths.json")
 H200_RINGS, H100_RINGS = ("ring2-peers.json",), ("short2.json", "short4.json", "ring4.json")
 """Rings of two H200, and of two and four H100, of which calls of 1,024 tokens per GPU and with 32 KV heads are fitted."""
+H100_TOKENS = "inference4.json"
+"""Tokens decoded on four H100, of which the one of the shortest context is fitted."""
 H100_FILE, H100_GROUPS = "fa4-h100.json", ("target", "batch")
 """Rows that the kernels of the profile of H100 are fitted to: whole and causal masks."""
 
@@ -56,7 +60,8 @@ def datasheet_h200() -> Profile:
         collective_gbps=330.0,
         network=Link(48.0, 12.0),
         semaphores_us={"turn": 9.0},
-        host_us={"decode_layer": 40.0, "decode_reduce": 13.0},
+        # of two GPUs; requests by inference2-tokens.json
+        host_us={"decode_layer": 39.2, "decode_reduce": 13.0, "decode_request": 0.8},
         fitted_from=(
             "kernels.json",
             "kernels-lengths.json",
@@ -81,6 +86,16 @@ def fit_rings(folder: Path, names: Sequence[str], profile: Profile) -> Profile:
     """Return a profile whose rings are fitted to rows of files: the shortest for the host, 32 KV heads for the rest."""
     rows = [row for row in read(folder, *names) if row.get("ours")]
     return ring_costs([row for row in rows if row["tokens_per_rank"] == 1024 or row["kv_heads"] == 32], profile)
+
+
+def reduce_us(rows: Sequence[Row], profile: Profile) -> float:
+    """Return the microseconds of the exchange of a decoded layer: those of the shortest context of one request."""
+    tokens = [row for row in rows if row["part"] == "token" and row["how"] == "graph" and row["batch"] == 1]
+    row = min(tokens, key=lambda row: row["seq_len"])
+    names = ("dim", "layers", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab_size")
+    shape = ModelShape("bench", *(row[name] for name in names))
+    ms = token_ms(shape, row["seq_len"], 1, row["world_size"], profile)
+    return round(profile.host_us["decode_reduce"] + (row["ms_per_token"] - ms) * 1e3 / shape.layers, 1)
 
 
 def h100_rows(folder: Path) -> list[Row]:
@@ -144,7 +159,11 @@ def profiles() -> dict[str, Profile]:
         name="H100",
         memory_gib=79.1,
         memory_gbps=round(h200.memory_gbps * 3.35 / 4.8, 1),
-        fitted_from=(f"{H100_FILE}: {', '.join(H100_GROUPS)}", f"{', '.join(H100_RINGS)}: 1024 tokens, 32 KV heads"),
+        fitted_from=(
+            f"{H100_FILE}: {', '.join(H100_GROUPS)}",
+            f"{', '.join(H100_RINGS)}: 1024 tokens, 32 KV heads",
+            f"{H100_TOKENS}: a token of 32768 tokens",
+        ),
         assumed=(
             "links, matrix products: those of an H200, which has the same multiprocessors and NVLink",
             "memory: 3.35 TB/s and 80 GB by the datasheet of the SXM module",
@@ -153,6 +172,7 @@ def profiles() -> dict[str, Profile]:
     whole = [row for row in h100_rows(RESULTS) if row["group"] in H100_GROUPS]
     h100 = fit_rings(RESULTS, H100_RINGS, kernel_costs(whole, h100))
     rings = {name: getattr(h100, name) for name in ("host_us", "slowdown", "nccl")}
+    h100 = replace(h100, host_us={**h100.host_us, "decode_reduce": reduce_us(read(RESULTS, H100_TOKENS), h100)})
     h200 = fit_rings(RESULTS, H200_RINGS, replace(h200, **rings))
     # A100 SXM: 312 TFLOP/s, 108 multiprocessors, 2.04 TB/s, NVLink of 600 GB/s in both directions, 80 GB
     a100 = replace(

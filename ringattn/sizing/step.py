@@ -196,4 +196,5 @@ def token_ms(
     # an exchange after attention; with slices also one after the projections before it and one after that behind it
     exchanges = (world_size > 1) * (3 if sharded else 1)
     host_us = profile.host_us["decode_layer"] + exchanges * profile.host_us["decode_reduce"]
+    host_us += batch * profile.host_us.get("decode_request", 0.0)
     return bound + shape.layers * host_us / 1e3

@@ -17,7 +17,7 @@ from ringattn.sizing.memory import Savings, attention_peak, training_memory
 from ringattn.sizing.profile import Profile, load_profile
 from ringattn.sizing.ring_time import RingCall, attention_time
 from ringattn.sizing.shapes import ModelShape
-from ringattn.sizing.step import prefill_s, training_step
+from ringattn.sizing.step import prefill_s, token_ms, training_step
 from tests.support.short_mask import ShortMask
 
 ONE_SLOT_SINCE = "2026-11-22T08:01"
@@ -38,7 +38,7 @@ class Prediction:
     """One number of a row.
 
     Attributes:
-        kind: "ring", "model", "prefill" for times, or the same with " memory".
+        kind: "ring", "model", "prefill", "token" for times, or the same with " memory".
         unit: "ms", "s" or "GiB".
     """
 
@@ -164,4 +164,11 @@ def _prompt(file: str, _: Row, row: Row, profile: Profile) -> Iterator[Predictio
         time = prefill_s(shape, tokens, calls, profile, compiled=bool(row.get("fused")), sharded=sharded)
         yield Prediction(
             file, f"{name}, {row['layers']} layers, first token", "prefill", "s", time.total, row["ttft_s"]
+        )
+    # as `serve` decodes by default: CUDA graphs of compiled layers
+    if row["part"] == "token" and row.get("how") == "graph" and row.get("fused") and "ms_per_token" in row:
+        shape, batch = _shape(row), row["batch"]
+        ms = token_ms(shape, tokens, batch, world_size, profile, sharded=row.get("weights") == "sharded")
+        yield Prediction(
+            file, f"{name}, {row['layers']} layers, token of {batch}", "token", "ms", ms, row["ms_per_token"]
         )
