@@ -131,7 +131,10 @@ def load_profile(name: str | Path | Profile) -> Profile:
     try:
         return _read(json.loads(path.read_text()))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"a profile must hold the fields of ringattn.sizing.Profile, got {error} in {path}") from None
+        raise ValueError(
+            f"a profile must hold the fields of ringattn.sizing.Profile, got {error} in {path}; measure it again with: "
+            f"python -m ringattn.launch.doctor --profile {path}"
+        ) from None
 
 
 def write_profile(profile: Profile, path: Path) -> None:

@@ -97,6 +97,14 @@ def test_peaks_of_memory_are_within_five_percent():
     assert missed == MISSED_PEAKS
 
 
+def test_peaks_of_training_steps_are_counted():
+    errors = sorted(abs(x.error) for x in held_out(memory=True) if x.kind == "model memory")
+    assert len(errors) == 9
+    # one is of a first step
+    assert errors[-2] <= 0.003
+    assert errors[-1] <= 0.025
+
+
 def test_short_calls_without_the_host_are_predicted():
     """Graphs of 2,048 and 4,096 tokens per GPU on two and four H100; without semaphores and the link some are 20% off."""
     profile, errors = load_profile("h100"), dict[str, float]()
