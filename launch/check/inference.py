@@ -173,8 +173,7 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
                 run = attend if sizes.latent is None else latent_attend
                 o = run(batch, layer, *local, *history.up(layer, device), **named, **history.options_of(layer)).cpu()
                 answer.layers.append(o if rows is None else o[:, rows])
-                if ring.context.buffers.num_bytes():
-                    poison_flat(ring.context.buffers)
+                poison_flat(ring, cache.device)
             answer.moved = batch.comm_modes
             answers.append(answer)
     return answers

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 import ringattn
-from ringattn.transport.base import Buffers
 from ringattn.transport.copy_engine.transport import CopyEngineTransport
 
 
-def poison_buffers(ring: ringattn.Ring) -> None:
+def poison_buffers(ring: ringattn.Ring, device: torch.device) -> None:
     """Fill every buffer of a ring that no call is using with NaN; buffers of `kv_buffer` are left alone.
 
     Every rank calls it between the same two calls, outside of captures and after `torch.cuda.synchronize()`; work
@@ -17,13 +16,14 @@ def poison_buffers(ring: ringattn.Ring) -> None:
     """
     if isinstance(ring.context.transport, CopyEngineTransport):
         poison_transport(ring.context.transport)
-    poison_flat(ring.context.buffers)
+    poison_flat(ring, device)
 
 
-def poison_flat(buffers: Buffers) -> None:
-    """Set all bits of all flat buffers: NaN in every floating dtype."""
-    for flat in buffers._flat.values():
-        flat.view(torch.uint8).fill_(255)
+def poison_flat(ring: ringattn.Ring, device: torch.device) -> None:
+    """Set all bits of the flat buffers of all ranks that this process hosts: NaN in every floating dtype."""
+    for context in ring.contexts(device):
+        for flat in context.buffers._flat.values():
+            flat.view(torch.uint8).fill_(255)
 
 
 def poison_transport(transport: CopyEngineTransport) -> None:

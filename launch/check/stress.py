@@ -125,9 +125,10 @@ def prepare(case: Case, ring: ringattn.Ring, args: CheckArgs, session: Session, 
         if not (ratio := ratio_of(one, name, x)) <= 1:
             tally.red.append(f"{_title(case)}: calm {name} is {ratio:.3g} x its budget")
     if one.deterministic:
-        gathers = ring.context.transport.kv_gather() is not None and ring.context.budget > 0
+        place = ring.contexts(session.device)[0]
+        gathers = place.transport.kv_gather() is not None and place.budget > 0
         budget = attention.LARGE_BUDGET if gathers else 0
-        whole, _ = attention.solve_simulated(case, layout, ring.world_size, inputs, args, budget)
+        whole, _ = attention.solve_simulated(case, layout, place.world_size, inputs, args, budget)
         wrong = [name for name, x in one.calm.items() if not torch.equal(x, local(name, whole[name]))]
         tally.equal_to_simulation += not wrong
         if wrong:
@@ -199,7 +200,7 @@ def _run(args: CheckArgs, session: Session, ring: ringattn.Ring, ready: Sequence
             layers.append((tally.calls, one, backward, attend(one, args)))
             tally.calls += 1
             if args.poison and chooser.random() < 0.3:
-                poison_buffers(ring)
+                poison_buffers(ring, session.device)
                 tally.poisoned += 1
         for number, one, backward, forward in reversed(layers):
             if backward:

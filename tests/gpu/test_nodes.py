@@ -105,7 +105,7 @@ def _alternating(rank: int, world_size: int) -> None:
         if turn % 7 == 0:
             torch.cuda.synchronize()
             dist.barrier()
-            poison_buffers(rings[i][0])
+            poison_buffers(rings[i][0], gathered.device)
         traffic.synchronize()
 
 

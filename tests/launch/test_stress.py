@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from ringattn import Ring
 from ringattn.kernels.attention import eager
 from ringattn.launch.check import __main__ as check
 from ringattn.launch.check import attention, stress
@@ -80,10 +82,22 @@ def test_cases_are_few_kernels_and_every_layout_and_direction() -> None:
         assert {case.batch for case in cases} == {1, 2}
 
 
-def test_buffers_are_poisoned_between_calls(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)
+
+
+def test_buffers_of_all_virtual_ranks_are_poisoned_between_calls(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     times = []
     poison = stress.poison_buffers
-    monkeypatch.setattr(stress, "poison_buffers", lambda ring: (times.append(ring), poison(ring)))
-    assert _soak("--soak", "20", "--only", "full", "--poison", "--delay") == 0
+
+    def keep(ring: Ring, device: torch.device) -> None:
+        poison(ring, device)
+        times.append([torch.cat([*map(_bits, one.buffers._flat.values())]) for one in ring.contexts(device)])
+
+    monkeypatch.setattr(stress, "poison_buffers", keep)
+    assert _soak("--soak", "20", "--only", "full", "--poison", "--delay", "--virtual-size", "4") == 0
     assert times
+    for ranks in times:
+        assert len(ranks) == 4
+        assert all(len(x) and (x == 255).all() for x in ranks)
     assert f"poisoned {len(times)} times" in capsys.readouterr().out
