@@ -77,10 +77,12 @@ def run_soak(args: CheckArgs, session: Session) -> Outcome:
 def run_cases(args: CheckArgs, session: Session) -> Outcome:
     """Run the cases of attention and inference."""
     began = time.perf_counter()
-    ranks = max(session.world_size, args.simulate if session.world_size == 1 else 0)
+    ranks = args.virtual_size or max(session.world_size, args.simulate if session.world_size == 1 else 0)
     make, kind = full_cases if args.full else default_cases, session.device.type
     cases = [
-        case for case in (*make(ranks, kind), *inference_cases(full=args.full, device=kind)) if args.only in case.name
+        case
+        for case in (*make(ranks, kind), *inference_cases(full=args.full, device=kind, packed=not args.virtual_size))
+        if args.only in case.name
     ]
     if args.ahead and kind == "cuda":
         compile_ahead(cases, args, ranks, session)

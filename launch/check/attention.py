@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
@@ -52,6 +53,8 @@ LARGE_BUDGET = 2**50
 """Bytes that hold the gathered keys of every case."""
 Standard = dict[str, tuple[Tensor, Budget]]
 """Per tensor: its fp64 reference on the whole sequence, and its error budget."""
+Rings = Sequence[Sequence[ringattn.Ring]]
+"""Rings of all ranks, each followed by the same one of this process alone if virtual ranks have other processes."""
 Answer = tuple[dict[str, Tensor], Callable[[Tensor, str], Tensor]]
 """Whole tensors by name, the same on every rank, and a function that takes this rank's rows of one of them."""
 
@@ -372,19 +375,27 @@ def examine(layout: str, solver: Callable[[], Answer], standard: Standard, *othe
 
 
 def finders(
-    case: AnyCase, ring: ringattn.Ring, args: CheckArgs, session: Session
+    case: AnyCase, rings: Rings, args: CheckArgs, session: Session
 ) -> Iterator[tuple[str, Callable[[], Finding]]]:
-    """The layouts of a case, each with the function that examines it."""
+    """The layouts of a case on each ring, with the function that examines it."""
     if isinstance(case, InferenceCase):
-        if ring.is_virtual:
-            return  # a cache is served by the processes
-        # on one rank nothing moves, but there are two ways to read
-        shown = {one: one for one in case.moves} if ring.world_size > 1 else {"keys": ALONE, "pages": "pages"}
-        for moves, layout in shown.items():
-            yield layout, functools.partial(examine_history, case, moves, ring, session, layout)
+        for ring, *alone in rings:
+            # on one rank nothing moves, but there are two ways to read
+            shown = {one: one for one in case.moves} if ring.virtual_size > 1 else {"keys": ALONE, "pages": "pages"}
+            for moves, layout in shown.items():
+                yield layout, functools.partial(examine_history, case, moves, ring, session, layout, *alone)
         return
     inputs = draw(case, args.seed, session.device)
     standard = make_standard(case, inputs, args.seed)
+    for ring, *_ in rings:
+        for layout, solver, *others in solvers_of(case, ring, inputs, args, session):
+            yield layout, functools.partial(examine, layout, solver, standard, *others)
+
+
+def solvers_of(
+    case: Case, ring: ringattn.Ring, inputs: dict[str, Tensor], args: CheckArgs, session: Session
+) -> Iterator[tuple[Any, ...]]:
+    """The layouts of a case, each with its solver and those whose answers must have the same bits."""
     solvers: dict[str, Callable[[], Answer]] = {}
     if ring.world_size > 1 or ring.is_virtual:
         for layout in case.layouts:
@@ -397,10 +408,10 @@ def finders(
             solvers[layout] = functools.partial(solve_simulated, case, layout, args.simulate, inputs, args, budget)
     for layout, solver in solvers.items():
         others = [solver] if "deterministic" in case.options else []
-        if ring.is_virtual:
+        if ring.is_virtual and session.first:  # every rank has the rows of all
             budget = ring.contexts(session.device)[0].budget
             others.append(functools.partial(solve_simulated, case, layout, ring.virtual_size, inputs, args, budget))
-        yield layout, functools.partial(examine, layout, solver, standard, *others)
+        yield layout, solver, *others
 
 
 def compile_ahead(cases: Sequence[AnyCase], args: CheckArgs, ranks: int, session: Session) -> None:
@@ -413,7 +424,8 @@ def compile_ahead(cases: Sequence[AnyCase], args: CheckArgs, ranks: int, session
         distinct = distinct_kernels(cases, args, session)
         jobs = max(1, min(os.cpu_count() or 2, 24, len(distinct)))
         session.say(f"compiling in {jobs} processes first (--no-ahead: as kernels are met)")
-        fused = args.schedule == "fused" or (args.schedule == "auto" and session.world_size > 1)
+        several = session.world_size > 1 and not args.virtual_size
+        fused = args.schedule == "fused" or (args.schedule == "auto" and several)
         alone = dataclasses.replace(args, simulate=ranks, schedule="fused" if fused else "auto")
         pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _init_compiling)
         began, seconds = time.monotonic(), 0.0
@@ -442,8 +454,8 @@ def _init_compiling() -> None:
 
 def compile_case(case: AnyCase, args: CheckArgs, device: torch.device) -> None:
     """Run a case in one layout, or a history in all its ways, for the kernels that it compiles."""
-    first = None if isinstance(case, InferenceCase) else (ALONE, case.layouts[0])
-    for layout, finder in finders(case, ringattn.Ring(), args, Session(0, 1, device, None)):
+    first, session = None if isinstance(case, InferenceCase) else (ALONE, case.layouts[0]), Session(0, 1, device, None)
+    for layout, finder in finders(case, open_rings(session, args), args, session):
         if first is None or layout in first:
             finder()
 
@@ -473,26 +485,28 @@ def unserved(case: AnyCase, args: CheckArgs, device: torch.device) -> str | None
     return None
 
 
-def open_rings(session: Session, args: CheckArgs) -> list[ringattn.Ring]:
+def open_rings(session: Session, args: CheckArgs) -> Rings:
     """The rings of all ranks, with the kernels, nodes and link speed of the flags: one, or of virtual ranks one per schedule."""
     common: dict[str, Any] = {"impl": args.impl, "nccl_max_ctas": args.nccl_max_ctas or None}
     if args.virtual_size:
         budgets = [LARGE_BUDGET] * (args.schedule not in STEPWISE) + [0] * (args.schedule in ("auto", *STEPWISE))
         common |= {"transport": "process_group" if args.schedule == "process_group" else "auto", "nodes": args.nodes}
-        return [ringattn.Ring(virtual_size=args.virtual_size, memory_budget=budget, **common) for budget in budgets]
+        groups = [None] if session.world_size == 1 else [None, dist.new_subgroups(group_size=1)[0]]
+        common["virtual_size"] = args.virtual_size
+        return [[ringattn.Ring(group, memory_budget=budget, **common) for group in groups] for budget in budgets]
     if session.world_size == 1:
-        return [ringattn.Ring(**common)]
-    return [make_ring(args.schedule, nodes=args.nodes, **common)]
+        return [[ringattn.Ring(**common)]]
+    return [[make_ring(args.schedule, nodes=args.nodes, **common)]]
 
 
-def run_case(case: AnyCase, ring: ringattn.Ring, args: CheckArgs, session: Session) -> list[Finding]:
+def run_case(case: AnyCase, rings: Rings, args: CheckArgs, session: Session) -> list[Finding]:
     """Examine a case in each of its layouts on this rank.
 
     A ValueError or NotImplementedError becomes a finding: every rank raises it before it sends. After another exception
     the ranks may be out of step, so it ends the check.
     """
     findings: list[Finding] = []
-    for layout, finder in finders(case, ring, args, session):
+    for layout, finder in finders(case, rings, args, session):
         try:
             findings.append(finder())
         except (ValueError, NotImplementedError) as refusal:
@@ -572,7 +586,7 @@ def check(session: Session, cases: Sequence[AnyCase], args: CheckArgs, *, progre
         if (reason := unserved(case, args, session.device)) is not None:
             verdict.skipped.append({"case": case.name, "dtype": case.dtype, "why": reason})
             continue
-        rows = [row for ring in rings for row in merge_findings(session, case, run_case(case, ring, args, session))]
+        rows = merge_findings(session, case, run_case(case, rings, args, session))
         verdict.rows.extend(rows)
         if progress and rows:
             worst = max(rows, key=lambda row: row["ratio"])

@@ -156,7 +156,7 @@ def _title(case: Case) -> str:
 
 def soak(args: CheckArgs, session: Session) -> Tally:
     """Make `args.soak` calls on one ring; every rank keeps its own wrong answers."""
-    ring, tally, began = attention.open_rings(session, args)[0], Tally(), time.perf_counter()
+    ring, tally, began = attention.open_rings(session, args)[0][0], Tally(), time.perf_counter()
     ready = [
         prepare(case, ring, args, session, tally)
         for case in soak_cases(session.world_size, session.device.type)

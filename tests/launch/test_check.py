@@ -17,14 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn import dispatch
+from ringattn import Ring, dispatch
 from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.kernels.decode import eager as decode_eager
 from ringattn.launch.check import __main__ as check_command
 from ringattn.launch.check import attention as check
+from ringattn.launch.check import inference as check_inference
 from ringattn.launch.common.session import Session
 from ringattn.numerics.error_budget import Budget
 from tests.launch.common import ROOT, _off_by_a_little
+from tests.support.pool import Pools
 from tests.support.scripts import run_module
 
 
@@ -80,6 +82,42 @@ def test_check_is_red_when_virtual_ranks_have_other_bits(
     monkeypatch.setattr(dispatch, "run_forward", nearly)
     assert check_command.main(["--device", "cpu", "--only", "causal window", "--virtual-size", "4"]) == 1
     assert "over budget: bits of the simulated ring" in capsys.readouterr().out
+
+
+def _check_virtual_cache(path: Path, wrong: str) -> int:
+    """Check a cache over virtual ranks where ranks merge in another order, or rank 1 rounds otherwise."""
+    gather, attend = Ring.gather, check_inference.attend
+
+    def nearly(*args: Any, **kwargs: Any) -> torch.Tensor:
+        o = attend(*args, **kwargs)
+        return torch.nextafter(o, o + 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if wrong == "order":
+            patch.setattr(Ring, "gather", lambda *args: gather(*args)[::-1])
+        if wrong == "rank 1" and dist.get_rank() == 1:
+            patch.setattr(check_inference, "attend", nearly)
+        flags = ["--virtual-size", "4", "--only", "inference: padded", "--json", str(path)]
+        return check_command.main(["--device", "cpu", *flags])
+
+
+def test_check_compares_a_cache_over_virtual_ranks_with_one_process_bit_by_bit(pool: Pools, tmp_path: Path) -> None:
+    path, bits = tmp_path / "check.json", "bits of one process in extend "
+    prefills, decodes = {f"{bits}{i} (prefill)" for i in (0, 3)}, {f"{bits}{i} (decode)" for i in (1, 2, 4)}
+    same = "same bits on all ranks"
+    for wrong, rank, red in (
+        ("nothing", None, set[str]()),
+        ("order", None, decodes),
+        ("rank 1", 1, prefills | decodes | {same}),
+    ):
+        assert pool(2).run(_check_virtual_cache, path, wrong) == [int(bool(red))] * 2
+        rows = json.loads(path.read_text())["rows"]
+        assert len(rows) == 8  # in one launch and step by step, with each way to move
+        for row in rows:
+            assert row["ratios"].keys() == {"prefill", "decode", same} | prefills | decodes
+            assert {name for name, ratio in row["ratios"].items() if ratio > 1} == red
+            assert rank in (None, row["rank"])
+            assert not red or row["tensor"] in red
 
 
 def test_check_is_green_on_the_kernels_of_torch_and_says_what_they_refuse(capsys: pytest.CaptureFixture[str]) -> None:
