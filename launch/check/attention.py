@@ -82,7 +82,8 @@ class CheckArgs:
         ahead: On GPUs, fill the compiler's cache from many processes first; not under a tool that watches one process.
         nodes: Nodes of equal size that the ranks share; more than one makes a ring of two levels.
         nccl_max_ctas: Thread blocks that NCCL may use for a transfer; 0 for the group's own communicator.
-        virtual_size: Virtual ranks of the ring; results must then have the bits of the simulated ring of so many. 0 for none.
+        virtual_size: Virtual ranks of the ring; results must then have the bits of the simulated ring of so many, and those of a KV
+            cache the bits of one process. 0 for none.
     """
 
     full: bool = False

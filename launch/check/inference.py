@@ -3,6 +3,7 @@
 In a history requests are added, grow in chunks of all sizes, fork, are truncated and freed, with NaN wherever nothing was
 written. The outputs of all ranks are put together and compared with `attention_reference` on whole requests. Prefill moves keys,
 moves queries, reads pages without a copy, or does what the byte counts say. In decode all ranks must return the same bits.
+Over virtual ranks every answer must have the bits of one process that hosts them all.
 """
 
 from __future__ import annotations
@@ -424,6 +425,7 @@ def inference_cases(*, full: bool, device: str, packed: bool = True) -> Iterator
             yield case("crowd", CROWD, dtype, OPTIONS["everything"])
     for title, ops in histories.items():
         yield case(f"{title}, everything, latents", ops, main, OPTIONS["everything"], **latents, page_size=64)
+    yield case("crowd, everything, latents in fp8", CROWD, main, OPTIONS["everything"], **latents, **fp8)
     for heads, kv_heads in ((1, 1), (3, 3), (8, 1), (12, 2)):
         yield case("heads", CROWD, main, {}, heads=heads, kv_heads=kv_heads)
     for dims in ((16, 16), (40, 40), (96, 96), (256, 256), (192, 128)) if gpu else ((24, 16), (16, 40)):
@@ -440,7 +442,8 @@ def examine_history(
 ) -> Finding:
     """Run a case on all ranks with one of MOVES, shown as `layout`, and compare the outputs with the reference.
 
-    `alone` is a ring of one process; outputs must have the bits of rank 0's on it.
+    With `alone`, the same ring of virtual ranks on one process, every extend (named by its place in the history, from 0) must have
+    the bits of rank 0's on that ring.
     """
     history = case.history
     if moves != "auto":
