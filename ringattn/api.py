@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,7 +286,7 @@ def _attend(
             q, *given = needed
             check_latents(q, *given, rows=(kv_sharding or sharding).shard_len)
             needed = q, *packed_latents(*given)
-            columns = needed[1].shape[2], needed[3].shape[2]
+            columns = index(needed[1].shape[2]), index(needed[3].shape[2])
             options["latents"] = (*columns, resolve_word("expand", options["latents"], EXPANDS))
         if type(options["dropout_p"]) is not float:
             options["dropout_p"] = resolve_real("dropout_p", options["dropout_p"])

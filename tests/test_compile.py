@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import Ring, Sharding, autograd, ring_attention, ring_attention_with_lse
+from ringattn import Ring, Sharding, autograd, latent_attention, ring_attention, ring_attention_with_lse
 from tests.support.pool import Pools
 from tests.support.transformer import CHECKPOINTS, WIDTH, Attention, Block, make_transformer
 
@@ -105,7 +105,10 @@ def compile_unshard(layout: str) -> tuple[Results, Results]:
     whole = torch.arange(28.0).view(2, 7, 2).sin()
     found = []
     with fresh():
-        for run in (sharding.unshard, torch.compile(sharding.unshard, fullgraph=True, backend="aot_eager")):
+        for run in (
+            sharding.unshard,
+            torch.compile(sharding.unshard, fullgraph=True, backend="aot_eager", dynamic=True),
+        ):
             x = sharding.shard(whole).requires_grad_()
             y = run(x)
             (y * (whole + ring.rank)).sum().backward()
@@ -171,9 +174,10 @@ def test_cross_attention_with_lse_in_the_loss_compiles(pool: Pools, world_size: 
     assert pool(world_size, 200).run(cross_attention_and_lse) == [1] * world_size
 
 
-@pytest.mark.parametrize("dynamic", [None, False])
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_each_length_is_compiled_once(dynamic: bool | None) -> None:
-    # the text of the sharding is a constant of the graph, so dynamic shapes save nothing
+    # the text of the sharding is a constant of the graph, so dynamic shapes save nothing; torch traces twice before it makes
+    # constants of floats that were symbols
     ring = Ring()
     attention = make_blocks(1)[0].get_submodule("attention")
     seen = []
@@ -184,14 +188,60 @@ def test_each_length_is_compiled_once(dynamic: bool | None) -> None:
     with fresh():
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=dynamic)
-        for seq_len in (21, 21, 30, 30, 21):
+        for seq_len in (21, 21, 30, 21):
             # equal, but made anew each time, as a data loader does; nothing has looked at it before the compiler
             sharding = ring.sharding(seq_len)
             x = rows_of(sharding)
             found = train(attention, lambda x, s=sharding: compiled(x, s), x)
             assert_close(found, train(attention, lambda x, s=sharding: run(x, s), x))
             seen.append(counter.frame_count)
-    assert seen == [1, 1, 2, 2, 2]
+    first = 2 if dynamic else 1
+    assert seen == [first, first, first + 1, first + 1]
+
+
+CHANGING = {
+    "window": 5,
+    "prefix_len": 3,
+    "chunk_len": 7,
+    "lengths": ((0, 13),),
+    "softcap": 4.5,
+    "softmax_scale": 0.3,
+    "dropout_p": 0.25,
+}
+
+
+def test_an_option_that_changes_is_compiled_once_for_each_value() -> None:
+    # after the first change dynamo makes a symbol of it, and of the width of heads
+    sharding = Ring().sharding(SEQ_LEN)
+
+    def run(q: Tensor, **options: Any) -> Tensor:
+        return ring_attention(q * 2, q, q, sharding, dropout_seed=3, **options)
+
+    def twice(value: Any) -> Any:
+        return ((1, value[0][1]),) if isinstance(value, tuple) else 2 * value
+
+    calls = [(16, {}), (24, {}), (16, {})]
+    for name, value in CHANGING.items():
+        causal = {"causal": name in ("window", "prefix_len")}
+        calls += [(16, {name: x, **causal}) for x in (value, twice(value), value)]
+    with fresh(), torch._dynamo.config.patch(recompile_limit=32):
+        compiled = torch.compile(run, fullgraph=True, backend="eager")
+        for i, (d, options) in enumerate(calls):
+            q = torch.linspace(-1, 1, SEQ_LEN * d).view(1, SEQ_LEN, 1, d).sin()
+            with torch._dynamo.config.patch(error_on_recompile=i % 3 == 2):
+                torch.testing.assert_close(compiled(q, **options), run(q, **options), rtol=0, atol=0)
+
+
+def test_a_call_of_latents_takes_symbols_for_sizes() -> None:
+    sharding = Ring().sharding(SEQ_LEN)
+
+    def run(x: Tensor) -> Tensor:
+        return latent_attention(x[:, :, None, :12], x[..., 4:], x[..., :4], x[:, :8, 4:], x[:, :6, 4:], sharding)
+
+    with fresh():
+        x = torch.linspace(-1, 1, SEQ_LEN * 20).view(1, SEQ_LEN, 20).sin()
+        compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=True)
+        torch.testing.assert_close(compiled(x), run(x), rtol=0, atol=0)
 
 
 def test_more_lengths_than_eight_compile_under_a_larger_limit() -> None:

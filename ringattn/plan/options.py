@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 
 
@@ -39,7 +40,7 @@ class ScoreOptions(TypedDict, total=False):
 def as_integer(number: Any) -> int | None:
     """Return an integer of any type as Python's own; None for anything else, flags and whole floats included."""
     if type(number) is int:
-        return number
+        return operator.index(number)  # of a symbol in a trace: its value, which the text of a call needs
     if isinstance(number, (bool, float)) or not hasattr(type(number), "__index__"):
         return None
     try:
@@ -83,6 +84,10 @@ def resolve_real(name: str, number: Any) -> float:
             number = float(number)
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"{name} must be a number, got {number!r}; convert it first") from None
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar  # imports sympy
+
+        number = guard_scalar(number)
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}")
     return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -485,7 +486,8 @@ class Sharding:
                 for part, shard in zip(parts, self.shards, strict=True)
                 for run, piece in zip(shard, part.split([run.length for run in shard], dim), strict=False)
             ]
-            return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim)
+            # a trace sorts no symbols
+            return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: operator.index(item[0]))], dim)
         order = torch.cat([positions_of(shard) for shard in self.shards]).argsort()
         return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
 
