@@ -48,11 +48,14 @@ class Grammar:
     rules: list[str]
     parts: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
-    def text(self) -> str:
-        """Return the grammar as llguidance takes it; raise GrammarError if a part has another syntax, or for too many bytes."""
+    def check_size(self) -> None:
+        """Raise GrammarError for too many bytes."""
         size = len(json.dumps([self.rules, self.parts]))
         if size > MAX_BYTES:
             raise GrammarError(f"it must have at most {MAX_BYTES} bytes, got {size}; ask for a smaller one")
+
+    def text(self) -> str:
+        """Return the grammar as llguidance takes it; raise GrammarError if a part has another syntax."""
         parts = [{"name": name, **_part(kind, what)} for name, (kind, what) in self.parts.items()]
         return json.dumps({"grammars": [{"name": "top", "lark_grammar": "\n".join(self.rules)}, *parts]})
 

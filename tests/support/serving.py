@@ -171,12 +171,14 @@ class Letters:
     Attributes:
         template: Of chats, as far as the server reads formats in it.
         added_texts: Texts of tokens that `decode` leaves out.
+        recipe: Of a tokenizer for another process, which is the same for ASCII.
     """
 
     stops = frozenset([STOP])
     vocab_size = VOCAB
     template = ""
     added_texts: Mapping[int, str] = {}
+    recipe: Mapping[str, Any] = {"vocab_size": VOCAB}
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         check_text(text, most, 2)  # an umlaut
@@ -265,7 +267,15 @@ class FakeServer:
         args = ServeArgs("fake", host=host, page_size=allocator.page_size, **sizes, **flags)
         tokens = allocator.pages * allocator.world_size * allocator.page_size
         client = self.link.client(args.max_requests, state)
-        settings = Settings("fake", {}, args, min(length or tokens, tokens), state, about or {}, defaults or {})
+        settings = Settings(
+            "fake",
+            dict(self.link.tokenizer.recipe),
+            args,
+            min(length or tokens, tokens),
+            state,
+            about or {},
+            defaults or {},
+        )
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)
         self.port: int = listening.getsockname()[1]

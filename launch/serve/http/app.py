@@ -149,11 +149,11 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: Settings) -> 
 
     @app.get("/v1/models")
     async def list_models() -> Any:
-        return {"object": "list", "data": [handler.model_card(name) for name in handler.names]}
+        return {"object": "list", "data": [handler.model_card(name) for name in handler.reader.names]}
 
     @app.get("/v1/models/{name:path}")
     async def show_model(name: str) -> Any:
-        handler.check_model(name)
+        handler.reader.check_model(name)
         return handler.model_card(name)
 
     @app.post("/v1/completions")

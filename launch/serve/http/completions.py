@@ -1,6 +1,6 @@
-"""Answers to completions and chats: reads, validates and tokenizes a request, submits it, and writes its answer.
+"""Answers to completions and chats: receives a request, has it read, submits it, and writes its answer.
 
-Bodies and answers are defined in api.py, tokens come from engine_client.py.
+Bodies and answers are defined in api.py, bodies are read by body_reader.py, tokens come from engine_client.py.
 """
 
 from __future__ import annotations
@@ -19,20 +19,17 @@ from starlette.types import Receive, Scope, Send
 
 from ringattn.launch.serve.grammar import Grammar, GrammarError, make_compiler
 from ringattn.launch.serve.http.api import (
-    MAX_SCORES,
     Chat,
     Completion,
     CompletionChoice,
     ResponseWriter,
-    read_body,
     sse_line,
 )
-from ringattn.launch.serve.http.chat_format import chat_format
+from ringattn.launch.serve.http.body_reader import NEAR_BYTES, BodyReader, FarReader, refused_format, scores_prompt
 from ringattn.launch.serve.http.engine_client import KEEP_ALIVE_S, EngineClient, OpenRequests
-from ringattn.launch.serve.http.fields import RequestError, answer_grammar, ascii_only
+from ringattn.launch.serve.http.fields import RequestError, ascii_only
 from ringattn.launch.serve.http.metrics import Metrics
 from ringattn.launch.serve.messages import GRAMMAR, NOT_FINITE, TIME_LIMIT, NewRequest, Prompt, Settings, Submit, encode
-from ringattn.launch.serve.prefix_cache import prefix_digests
 from ringattn.launch.serve.tokenizer import ChatTemplateError, TextTooLongError, Tokenizer
 
 T = TypeVar("T")
@@ -43,10 +40,8 @@ LONG_THREADS = 2  # threads that tokenize long bodies
 WAITING_BODIES = 2
 """Bodies of the largest size, or more smaller ones as long together, that may be received and tokenized at a time."""
 KEEP_ALIVE = b": keep-alive\n\n"  # comment in a stream
-MAX_ANSWERS = 1024  # answers of one request: prompts times choices
 GRAMMAR_THREADS = 2  # threads that compile grammars
 GRAMMAR_S = 20.0  # seconds in which a grammar must compile, its wait for those before it included
-COMPLETION_TOKENS = 16  # new tokens of a completion that does not say how many: OpenAI's default
 
 
 @dataclass(frozen=True)
@@ -163,10 +158,9 @@ class CompletionHandler:
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: Settings, metrics: Metrics) -> None:
         self.client, self.model, self.metrics = client, settings.model, metrics
-        self.names = settings.args.served_model_name or (settings.model,)
+        self.reader, self._far_reader = BodyReader(tokenizer, settings), FarReader(settings)
+        self._compiler = make_compiler(tokenizer)
         self._tokenizer, self._args, self._max_length = tokenizer, settings.args, settings.length
-        self._defaults = settings.defaults
-        self._format, self._compiler = chat_format(settings.args, tokenizer), make_compiler(tokenizer)
         self._compiling = ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
         # threads: a long prompt must stop neither the event loop nor short prompts
         self._short, self._long = ThreadPoolExecutor(1, "short"), ThreadPoolExecutor(LONG_THREADS, "long")
@@ -183,12 +177,6 @@ class CompletionHandler:
         """Return the model as /v1/models shows it by one of its names."""
         card = {"id": name, "object": "model", "created": self._began, "owned_by": "ringattn"}
         return {**card, "max_model_len": self._max_length}
-
-    def check_model(self, name: str | None) -> None:
-        """Raise RequestError for the name of another model."""
-        if name not in (None, *self.names):
-            what = f"model must be {' or '.join(map(repr, self.names))}, got {ascii_only(name)[:200]!r}"
-            raise RequestError(404, what, "model", "model_not_found")
 
     async def answer(self, http_request: HttpRequest, kind: type[Chat] | type[Completion]) -> Response:
         """Submit a request, and return the response that will write its answer."""
@@ -249,84 +237,25 @@ class CompletionHandler:
             compiled = self._compiling.submit(compile_and_encode)
             return await _in_time(compiled, GRAMMAR_S, f"{what}; ask for a simpler one, or try later")
         except GrammarError as error:
-            what = f"the format of the answer must compile, got: {ascii_only(str(error))}"
-            raise RequestError(400, what[:500], ready.format_field, GRAMMAR) from None
-
-    def _chat_tokens(self, body: Chat) -> list[int]:
-        """Return the prompt of a chat."""
-        if body.uses_tools and self._format.tools == "none":
-            what = "tools are not supported by the chat template of this model, as far as the server knows"
-            raise RequestError(400, f"{what}; leave them out, or start it with --tool-format", "tools")
-        options = dict(body.chat_template_kwargs)
-        if body.reasoning_effort is not None and "reasoning_effort" in self._tokenizer.template:
-            options.setdefault("reasoning_effort", body.reasoning_effort)
-        elif body.reasoning_effort not in (None, "none", "medium"):  # both are defaults of OpenAI's models
-            what = "reasoning_effort is not supported by the chat template of this model"
-            raise RequestError(
-                400, f"{what}, got {ascii_only(body.reasoning_effort)!r}; leave it out", "reasoning_effort"
-            )
-        if (
-            count := len(body.messages)
-        ) > self._max_length:  # each has a token at least; a template takes 50 us for one
-            what = f"messages must fit into {self._max_length} tokens, got {count} messages"
-            raise RequestError(400, what, "messages", "context_length_exceeded")
-        tools = None if body.tool_choice == "none" else [one.model_dump(exclude_unset=True) for one in body.tools]
-        messages = [message.template_message() for message in body.messages]
-        return self._tokenizer.chat(messages, self._max_length, tools, **options)
+            raise refused_format(error, ready.format_field) from None
 
     def _prepare(self, kind: type[Chat] | type[Completion], data: bytes | bytearray, arrived: float) -> Prepared:
-        """Validate and tokenize a body, in a thread."""
-        body = read_body(kind, data)
-        self.check_model(body.model)
-        body = body.model_copy(update={k: v for k, v in self._defaults.items() if k not in body.model_fields_set})
-        tokenizer, args = self._tokenizer, self._args
-        texts: list[str | list[int]]
-        if isinstance(body, Chat):
-            prompt = self._chat_tokens(body)
-            texts = [prompt]
-            opened = self._format.opens_reasoning(tokenizer, prompt)
-            grammar = self._format.grammar(body, opened)
-            asked, echo, score_prompt = body.max_completion_tokens or body.max_tokens, False, False
-        else:
-            texts, asked, echo, opened = body.prompts(), body.max_tokens, body.echo, False
-            grammar = None if body.answer_part is None else answer_grammar(body.answer_part)
-            score_prompt = echo and body.logprobs is not None
-            if asked is None:
-                asked = min(COMPLETION_TOKENS, args.max_tokens or COMPLETION_TOKENS)
-        if grammar is not None:
-            body.check_free()
-        body.check_tokens(tokenizer.vocab_size)
-        most_answers = min(MAX_ANSWERS, args.max_requests)
-        if len(texts) * body.n > most_answers:
-            what = f"a request must ask for at most {most_answers} answers, got {len(texts)} prompts times {body.n}"
-            raise RequestError(400, what, "n")
+        """Read a body and make its message for the engine, in a thread."""
+        reader = self.reader if len(data) <= NEAR_BYTES else self._far_reader  # Note [Long bodies]
+        read = reader.read(kind, data)
+        body, tokenizer, score_prompt = read.body, self._tokenizer, scores_prompt(read.body)
         stops = sorted({*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.stops)})
         prompts, choices, requests = [], [], []
-        for text in texts:
-            tokens = tokenizer.encode(text, self._max_length) if isinstance(text, str) else text
-            self._check_prompt(tokens, "messages" if isinstance(body, Chat) else "prompt")
-            most = self._check_length(len(tokens), 1 if asked == 0 else asked)
-            if body.wanted_logprobs is not None:
-                # each token has its own and the likeliest ones
-                rows = MAX_SCORES // (1 + body.wanted_logprobs) // (len(texts) * body.n) - score_prompt * len(tokens)
-                if asked is None:
-                    most = min(most, max(1, rows))
-                if most > rows:
-                    what = f"prompts times n times tokens times (logprobs + 1) must be at most {MAX_SCORES}"
-                    what = f"{what}, so {max(0, rows)} new tokens, got {most}; ask for less of them"
-                    raise RequestError(400, what, "logprobs")
-            if body.min_tokens > most:
-                what = f"min_tokens must be at most max_tokens, got {body.min_tokens} and {most}"
-                raise RequestError(400, what, "min_tokens")
-            digests = prefix_digests(tokens, args.page_size) if args.keep_prefixes else []
-            echoed = (text if isinstance(text, str) else tokenizer.decode(tokens)) if echo else ""
+        for given in read.prompts:
+            tokens = given.tokens.tolist()
             for choice in range(body.n):
-                options = echoed, score_prompt, asked == 0, body.min_tokens
-                parser = self._format.parser(body, opened) if isinstance(body, Chat) else None
+                options = given.echo, score_prompt, body.max_tokens == 0, body.min_tokens
+                parser = self.reader.format.parser(body, read.opened) if isinstance(body, Chat) else None
                 choices.append(CompletionChoice(len(choices), tokens, tokenizer, body.stop, *options, parser))
                 request_id, sampling = next(self.client.ids), body.sampling(choice, stops)
-                requests.append(NewRequest(request_id, len(prompts), most, stops, sampling, score_prompt))
-            prompts.append(Prompt(tokens, digests))
+                request = NewRequest(request_id, len(prompts), given.max_tokens, stops, sampling, score_prompt)
+                requests.append(request)
+            prompts.append(Prompt(tokens, given.digests))
         writer = ResponseWriter(
             isinstance(body, Chat),
             self.model,
@@ -338,28 +267,8 @@ class CompletionHandler:
             with_ids=body.return_token_ids,
         )
         ids, submit = [request.id for request in requests], Submit(prompts, requests, arrived)
-        encoded = encode(submit) if grammar is None else b""
-        return Prepared(body.stream, writer, ids, submit, encoded, grammar, body.format_field)
-
-    def _check_prompt(self, tokens: list[int], field: str) -> None:
-        if not tokens:
-            raise RequestError(400, f"{field} must have at least one token, got none", field)
-        vocab_size = self._tokenizer.vocab_size
-        if not (0 <= min(tokens) and max(tokens) < vocab_size):
-            what = f"tokens must be from 0 to {vocab_size - 1}, got {min(tokens)} to {max(tokens)}"
-            raise RequestError(400, what, field)
-
-    def _check_length(self, prompt: int, asked: int | None) -> int:
-        """Return the maximum of new tokens; raise RequestError for more than the model, the cache or the limit allow."""
-        whole, args = self._max_length, self._args
-        if asked is None:
-            asked = max(1, min(args.default_tokens or whole, args.max_tokens or whole, whole - prompt))
-        if args.max_tokens is not None and asked > args.max_tokens:
-            raise RequestError(400, f"max_tokens must be at most {args.max_tokens}, got {asked}", "max_tokens")
-        if prompt + asked > whole:
-            what = f"prompt and max_tokens must fit into {whole} tokens, got {prompt} + {asked} = {prompt + asked}"
-            raise RequestError(400, what, "max_tokens", "context_length_exceeded")
-        return asked
+        encoded = encode(submit) if read.grammar is None else b""
+        return Prepared(body.stream, writer, ids, submit, encoded, read.grammar, read.format_field)
 
 
 async def _in_time(work: Future[T], seconds: float, late: str) -> T:

@@ -23,6 +23,10 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process makes a copy."""
+        return type(self), (self.status, self.message, self.param, self.code)
+
     def body(self) -> dict[str, Any]:
         """Return the body in OpenAI's format."""
         kind = _TYPES.get(self.status, "invalid_request_error")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import multiprocessing
+import pickle
 import re
 import socket
 import threading
@@ -21,9 +23,12 @@ from pydantic import ValidationError
 
 from ringattn.launch.serve import engine_server
 from ringattn.launch.serve.config import ServeArgs
-from ringattn.launch.serve.http import api, completions, connections
+from ringattn.launch.serve.http import api, body_reader, completions, connections
 from ringattn.launch.serve.http.api import Chat, Completion, read_body
+from ringattn.launch.serve.http.body_reader import BodyReader
 from ringattn.launch.serve.http.fields import RequestError
+from ringattn.launch.serve.messages import Settings
+from ringattn.launch.serve.tokenizer import ByteTokenizer
 from tests.support import serving
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters, answer, follow, text_of
 from tests.support.timing import HANGS_S, wait_for
@@ -805,6 +810,61 @@ def test_long_prompts_delay_no_short_ones_and_too_many_get_a_429(monkeypatch):
         assert sorted(one.result().status_code for one in asked) == [400] * 7 + [429]
         assert httpx.post(url, json=long).status_code == 400
         served.assert_idle()
+
+
+def test_a_long_body_is_read_in_another_process_and_answered_like_a_short_one(monkeypatch):
+    """Regression: JSON of 30 MiB held the interpreter's lock for up to 4 s, in which streams got no token."""
+    read_here, others = [], set(multiprocessing.active_children())
+
+    def read(kind: Any, data: bytes) -> Any:
+        read_here.append(len(data))
+        return read_body(kind, data)
+
+    monkeypatch.setattr(body_reader, "read_body", read)
+    monkeypatch.setattr(completions, "NEAR_BYTES", 1000)
+    monkeypatch.setattr(completions, "LONG_THREADS", 1)
+    said = [{"role": "user", "content": "hi"}]
+    fake = FakeServer(FakeRunner(), length=100, tokenizer=ByteTokenizer())
+    with fake as served, httpx.Client(base_url=served.url, timeout=HANGS_S) as http:
+
+        def answer_to(path: str, body: dict[str, Any], length: int) -> tuple[int, Any]:
+            data = json.dumps(body).ljust(length)
+            found = http.post(f"/v1/{path}", content=data, headers={"Content-Type": "application/json"})
+            return found.status_code, found.json().get("choices") or found.json()
+
+        for path, body, status in (
+            ("completions", {"prompt": [[1, 2, 3], [4]], "logprobs": 1, "echo": True, "n": 2}, 200),
+            ("completions", {"prompt": "hi", "max_tokens": 3}, 200),
+            ("chat/completions", {"messages": said, "top_p": 2}, 400),
+            ("completions", {"prompt": "x" * 300}, 400),
+        ):
+            short, long = (answer_to(path, {**body, "temperature": 0}, length) for length in (0, 2**17))
+            assert short == long
+            assert short[0] == status
+        assert max(read_here) <= 1000
+        [process] = set(multiprocessing.active_children()) - others
+        process.kill()
+        process.join()
+        status, answer = answer_to("completions", {"prompt": "x"}, 2**17)
+        assert (status, answer["error"]["code"]) == (503, "unavailable")
+        assert answer_to("completions", {"prompt": "x"}, 0)[0] == 200
+
+
+def test_what_is_read_of_a_body_is_no_longer_than_its_tokens():
+    """It is unpickled in one go, which holds the interpreter's lock."""
+    long = {"x": "y" * 10**6}
+    settings = Settings("fake", {}, ServeArgs("fake", page_size=64), 10**5, {})
+    reader = BodyReader(ByteTokenizer(), settings)
+    dropped = {"user": long["x"], "metadata": long, "safety_identifier": long["x"], "prompt_cache_key": long["x"]}
+    part = {"type": "json_schema", "json_schema": {"schema": {"enum": ["z"]}, "description": long["x"]}}
+    for kind, prompt in (
+        (Completion, {"prompt": "x" * 50_000}),
+        (Chat, {"messages": [{"role": "user", "content": "x" * 50_000}]}),
+    ):
+        read = reader.read(kind, json.dumps({**prompt, **dropped, "response_format": part}).encode())
+        assert len(pickle.dumps(read)) < 300_000
+    with pytest.raises(RequestError, match="at most 131072 bytes"):
+        reader.read(Completion, json.dumps({"prompt": "x", "structured_outputs": {"json": long}}).encode())
 
 
 def test_the_wait_for_the_tokenizer_counts_in_the_time_limit(monkeypatch):
