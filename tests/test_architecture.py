@@ -142,6 +142,7 @@ def _needs_triton(module: str) -> bool:
     kernels = (
         "attention.portable",
         "attention.hopper",
+        "decode.latent_fp8",
         "decode.latent_hopper",
         "decode.paged_hopper",
         "runtime.bound_launch",
@@ -165,7 +166,7 @@ def test_what_is_decided_about_hopper_launches_needs_no_triton():
 
 def test_gluon_is_known_to_the_hopper_kernels_only():
     for module in MODULES:
-        hopper = ("attention.hopper", "decode.latent_hopper", "decode.paged_hopper")
+        hopper = ("attention.hopper", "decode.latent_fp8", "decode.latent_hopper", "decode.paged_hopper")
         if not _within(module, *(f"ringattn.kernels.{name}" for name in hopper)):
             names = imports(module, MODULES[module])
             assert not [name for name in names if _within(name, "triton.experimental", "triton._C")], module

@@ -55,8 +55,8 @@ MANY_ROWS = 64
 LATENT = 0
 """Bucket of pools of latents, whatever their columns: one tile of K and V together."""
 
-LATENT_HOPPER = DecodeConfig(64, 9, 2, 1)
-"""Of latents in 16 and 8 bits on sm90: the tiles of latent_hopper.py, which knows no other."""
+LATENT_HOPPER = {1: DecodeConfig(64, 4, 2, 2, block_m=32), 2: DecodeConfig(64, 9, 2, 1)}
+"""Of latents by bytes per element on sm90: the tiles of latent_fp8.py and of latent_hopper.py, which know no others."""
 
 PAGED_HOPPER = {1: DecodeConfig(64, 1, 2, 4), 2: DecodeConfig(64, 1, 3, 2)}
 """By bytes per element, of up to FEW_ROWS rows on sm90: the tiles of paged_hopper.py."""

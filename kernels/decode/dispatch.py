@@ -141,7 +141,7 @@ def num_splits(
     kind, rows = kind_of(device), s * h // hk
     size, hopper = kv_dtype.itemsize, kind == "sm90" and page_size % 64 == 0
     if hopper and latent and size <= 2:
-        config = decode_configs.LATENT_HOPPER
+        config = decode_configs.LATENT_HOPPER[size]
     elif hopper and not latent and size <= 2 and rows <= decode_configs.FEW_ROWS and head_dim <= 128:
         config = decode_configs.PAGED_HOPPER[size]
     else:

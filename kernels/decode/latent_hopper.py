@@ -17,14 +17,6 @@ Note [Two warpgroups]
     A panel of values is released by the warpgroup that multiplied it, by a named barrier: that is its last use, because weights
     exist only after q . k. The panel of weights is refilled with the half that the other warpgroup releases.
     Rows behind the end of a block may be NaN: a warpgroup overwrites them with zeros in its half before it multiplies.
-
-Note [fp8 tiles]
-    Products with values read them transposed, which the tensor cores do for 16 bits only. So a panel of fp8 arrives in the second
-    half of its 16-bit panel, and the warpgroup that owns the tile widens it in place, a panel at a time, before the product that
-    reads it. The product of one panel runs while the next one is widened; the other warpgroup finds both halves in 16 bits,
-    because weights exist only after that. Scales of rows are parts of scores and of weights, never of a tile, as in decode_triton:
-    the exponent of a scale takes part in the reference point, so that weights times scales stay in range. They arrive with
-    the columns that are no values.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -55,9 +47,10 @@ from ringattn.kernels.attention.hopper.primitives import (
     scaled_unless_one,
     sync,
 )
+from ringattn.kernels.decode import latent_fp8
 from ringattn.kernels.decode.configs import LATENT_HOPPER
 from ringattn.kernels.decode.decode_triton import plan_shares
-from ringattn.kernels.decode.dispatch import DecodeCall, check_decode
+from ringattn.kernels.decode.dispatch import FP8, DecodeCall, check_decode
 from ringattn.kernels.runtime import bound_launch
 
 KEYS = gl.constexpr(64)
@@ -73,12 +66,11 @@ _DESCRIPTORS = Descriptors()
 
 # arguments of the partitions; Note [Structs] of primitives.py
 Work = namedtuple("Work", "shares pages starts lengths table_sb tiles rows heads")
-Inputs = namedtuple("Inputs", "q q_other k k_other sizes")
+Inputs = namedtuple("Inputs", "q q_other k k_other")
 Score = namedtuple("Score", "lo hi lo_sb hi_sb positions positions_sb slopes scale cap")
 Outputs = namedtuple("Outputs", "parts parts_sp splits all_rows")
-Memory = namedtuple("Memory", "q q_other k k_other full tops sums sizes")
-Config = namedtuple("Config", "PAGE HALF DTYPE SOFTCAP FP8 FP8_OTHER")
-"""FP8 and FP8_OTHER: layouts of fp8 panels of HALF and of the other columns; None: tiles have 16 bits."""
+Memory = namedtuple("Memory", "q q_other k k_other full tops sums")
+Config = namedtuple("Config", "PAGE HALF DTYPE SOFTCAP")
 
 
 @gluon.jit
@@ -97,30 +89,13 @@ def _fill(src, mem, page, row, stage, half, used, OTHER: gl.constexpr, c):
     full = mem.full.index(panel)
     if used:
         sync(EMPTY + panel, 160)
-    if not OTHER:
-        mbarrier.expect(full, src.k.block_type.nbytes)
-    elif src.sizes is None:
+    if OTHER:
         mbarrier.expect(full, src.k.block_type.nbytes + src.k_other.block_type.nbytes)
     else:
-        mbarrier.expect(full, src.k.block_type.nbytes + src.k_other.block_type.nbytes + src.sizes.block_type.nbytes)
-    if src.sizes is None:
-        tma.async_copy_global_to_shared(src.k, [page, 0, row, half * c.HALF], full, mem.k.index(panel))
-        if OTHER:
-            tma.async_copy_global_to_shared(src.k_other, [page, 0, row, 2 * c.HALF], full, mem.k_other.index(stage))
-    else:
-        place = _second_half(mem.k.index(panel), c.FP8)
-        tma.async_copy_global_to_shared(src.k, [page, 0, row, half * c.HALF], full, place)
-        if OTHER:
-            place = _second_half(mem.k_other.index(stage), c.FP8_OTHER)
-            tma.async_copy_global_to_shared(src.k_other, [page, 0, row, 2 * c.HALF], full, place)
-            tma.async_copy_global_to_shared(src.sizes, [page * c.PAGE + row], full, mem.sizes.index(stage))
-
-
-@gluon.jit
-def _second_half(panel, LAYOUT: gl.constexpr):
-    """The second half of a 16-bit panel's memory as a panel of fp8 numbers; both are 1 x 1 x rows x columns."""
-    halves = panel._reinterpret(gl.float8e4nv, [2, 1, 1, panel.shape[2], panel.shape[3]], LAYOUT)
-    return halves.index(1)
+        mbarrier.expect(full, src.k.block_type.nbytes)
+    tma.async_copy_global_to_shared(src.k, [page, 0, row, half * c.HALF], full, mem.k.index(panel))
+    if OTHER:
+        tma.async_copy_global_to_shared(src.k_other, [page, 0, row, 2 * c.HALF], full, mem.k_other.index(stage))
 
 
 @gluon.jit
@@ -151,93 +126,20 @@ def _producer(work, src, mem, c):
 
 
 @gluon.jit
-def _finite_numbers(x):
-    """fp8 numbers in bf16, four at a time; NaN becomes 480.
-
-    Moved to where bf16 has them, sign and magnitude are the number over 2^120: exponents are biased by 127 instead of 7. The
-    machine's own way from fp8 to bf16 has a conversion of single numbers, of which 256 in a thread take 2,048 cycles.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, m, n, unit;
-        mov.b32 unit, 0x7b807b80;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.b32 m, a, 4;
-        shr.b32 n, b, 4;
-        and.b32 m, m, 0x07f007f0;
-        and.b32 n, n, 0x07f007f0;
-        lop3.b32 a, a, 0x80008000, m, 0xea;
-        lop3.b32 b, b, 0x80008000, n, 0xea;
-        mul.bf16x2 $0, a, unit;
-        mul.bf16x2 $1, b, unit;
-        }""",
-        "=r,=r,r",
-        [x],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def _widen(INDEX: gl.constexpr, panel, LAYOUT: gl.constexpr, FINITE: gl.constexpr):
-    """Makes 16-bit numbers of a panel of fp8 ones that lie in its second half (Note [fp8 tiles]).
-
-    FINITE: the panel has no NaN in rows that are real.
-    """
-    COLUMNS: gl.constexpr = panel.shape[3]
-    WIDTH: gl.constexpr = min(COLUMNS, 128)
-    PARTS: gl.constexpr = COLUMNS // WIDTH
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    narrow = _second_half(panel, LAYOUT).reshape([KEYS, COLUMNS])
-    panel = panel.reshape([KEYS, COLUMNS])
-    for i in gl.static_range(PARTS):
-        x = narrow.slice(i * WIDTH, WIDTH, dim=1).load(layout)
-        if i == PARTS - 1:
-            # those of the last part are written over fp8 numbers of all
-            sync(CLEARED + INDEX, 128)
-        if FINITE and panel.dtype == gl.bfloat16:
-            numbers = _finite_numbers(x)
-        else:
-            numbers = x.to(panel.dtype)
-        panel.slice(i * WIDTH, WIDTH, dim=1).store(numbers)
-    fence_async_shared()
-    sync(CLEARED + INDEX, 128)
-
-
-@gluon.jit
-def _begin_scores(INDEX: gl.constexpr, parity, mem, c):
-    """Begins q . k of the tile in this warpgroup's stage: three products."""
-    return _continue_scores(INDEX, parity, _first_scores(INDEX, parity, mem, c), mem, c)
-
-
-@gluon.jit
-def _first_scores(INDEX: gl.constexpr, parity, mem, c):
-    """The first product of `_begin_scores`, of the half that this warpgroup multiplies later."""
+def _begin_scores(INDEX: gl.constexpr, parity, mem):
+    """Begins q . k of the tile in this warpgroup's stage: three products, that of the half that it multiplies later first."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     nothing = gl.zeros([KEYS, KEYS], gl.float32, layout)
     zero = opaque(
         gl.to_tensor(0)
     )  # addresses of operands are computed here: kept through the loop they would be spilled
     mbarrier.wait(mem.full.index(3 * INDEX), parity)
-    if c.FP8 is not None:
-        _widen(INDEX, mem.k.index(3 * INDEX + zero), c.FP8, True)
     k = panel_of(mem.k, 3 * INDEX + zero)
-    return warpgroup_mma(panel_of(mem.q, INDEX + zero), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _continue_scores(INDEX: gl.constexpr, parity, token, mem, c):
-    """The other two products of `_begin_scores`."""
+    token = warpgroup_mma(panel_of(mem.q, INDEX + zero), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     zero = opaque(gl.to_tensor(0))  # as above
     mbarrier.wait(mem.full.index(1 + INDEX), parity)
-    if c.FP8 is not None:
-        _widen(INDEX, mem.k.index(1 + INDEX + zero), c.FP8, True)
     k = panel_of(mem.k, 1 + INDEX + zero)
     token = warpgroup_mma(panel_of(mem.q, 1 - INDEX + zero), k.permute((1, 0)), token, is_async=True)
-    if c.FP8 is not None:
-        _widen(INDEX, mem.k_other.index(INDEX + zero), c.FP8_OTHER, False)
     k = panel_of(mem.k_other, INDEX)
     q = mem.q_other.reshape([KEYS, KEYS])
     return warpgroup_mma(q, k.permute((1, 0)), token, is_async=True)
@@ -287,32 +189,11 @@ def _take_tile(INDEX: gl.constexpr, t, m_i, l_i, acc, table, mem, c):
 
 
 @gluon.jit
-def _bounds_of(work, score, ROWS: gl.constexpr):
-    """Bounds of the rows of this program."""
-    request, _split, _mine, _begin, _end, there = _share_of(work)
-    x = gl.program_id(0) % work.tiles * KEYS + gl.arange(0, KEYS, ROWS)
-    exists = x < work.rows * there
-    token = x // work.heads
-    lo = gl.load(score.lo + request * score.lo_sb + token, mask=exists, other=0)
-    return lo, gl.load(score.hi + request * score.hi_sb + token, mask=exists, other=0)
-
-
-@gluon.jit
-def _sizes_of(INDEX: gl.constexpr, length, mem, COLUMNS: gl.constexpr):
-    """Scales of the rows of the tile in a stage; 0 for rows that are not real."""
-    sizes = mem.sizes.index(INDEX + opaque(gl.to_tensor(0))).load(COLUMNS)
-    return gl.where(gl.arange(0, KEYS, COLUMNS) < length, sizes, 0.0)
-
-
-@gluon.jit
-def _own_tile(INDEX: gl.constexpr, t, s, m_i, l_i, acc, bounds, work, score, table, mem, c):
+def _own_tile(INDEX: gl.constexpr, t, s, m_i, l_i, acc, bounds, score, table, mem, c):
     """Weights of a tile, handed to the other warpgroup, and this one's sums over it: (m, l, acc)."""
     first, length = _tile_at(table, t, c)
     lo, hi, whole_lo, whole_hi, q_pos, slope = bounds
     columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-    if mem.sizes is not None:
-        sizes = _sizes_of(INDEX, length, mem, columns)
-        s = s * gl.expand_dims(sizes, 0)
     if c.SOFTCAP:
         s = score.cap - (2.0 * score.cap) / (1.0 + gl.exp2(s * (2.0 * LOG2E * score.scale)))
     else:
@@ -322,43 +203,22 @@ def _own_tile(INDEX: gl.constexpr, t, s, m_i, l_i, acc, bounds, work, score, tab
         distance = gl.expand_dims(q_pos, 1) - gl.expand_dims(k_pos, 0)
         s -= gl.expand_dims(slope, 1) * gl.abs(distance).to(gl.float32)
     if (first < whole_lo) | (first + KEYS > whole_hi) | (length < KEYS):
-        if c.FP8 is None:
-            s = hide(s, lo, gl.minimum(hi, first + length), first, columns)
-        else:
-            # loaded again: kept through the loop they would be spilled
-            low, high = _bounds_of(work, score, gl.SliceLayout(1, s.type.layout))
-            s = hide(s, low, gl.minimum(high, first + length), first, columns)
-    if mem.sizes is not None:
-        # weights times sizes are multiplied with values: the exponent of a size takes part in the reference point
-        exponent = gl.maximum((sizes.to(gl.int32, bitcast=True) >> 23) - 127, -60).to(gl.float32)
-        top = gl.max(s + gl.expand_dims(exponent, 0), 1)
-    else:
-        top = gl.max(s, 1)
+        s = hide(s, lo, gl.minimum(hi, first + length), first, columns)
+    top = gl.max(s, 1)
     m_new = gl.where(top > m_i + GROWTH, top, m_i)
     m_ref = _reference(m_new)
     alpha = gl.exp2(m_i - m_ref)
     if c.DTYPE == gl.float16:
         m_ref -= HEADROOM
     p = gl.exp2(s - gl.expand_dims(m_ref, 1))
-    if mem.sizes is not None:
-        # summed before the product, and sizes are loaded again: kept, they would be spilled
-        l_i = l_i * alpha + gl.sum(p, 1)
-        weights = (p * gl.expand_dims(_sizes_of(INDEX, length, mem, columns), 0)).to(c.DTYPE)
-    else:
-        weights = p.to(c.DTYPE)
-    if mem.sizes is not None:
-        # addresses are computed here: kept through the loop they would be spilled
-        own = INDEX + opaque(gl.to_tensor(0))
-    else:
-        own = INDEX
-    panel_of(mem.k_other, own).store(weights)
-    mem.tops.index(own).store(m_new)
+    weights = p.to(c.DTYPE)
+    panel_of(mem.k_other, INDEX).store(weights)
+    mem.tops.index(INDEX).store(m_new)
     fence_async_shared()
     arrive(READY + INDEX, BOTH)
     values = panel_of(mem.k, 3 * INDEX)
     product = _begin_sums(INDEX, operand_of(weights, mem.k), values, length, acc, alpha)
-    if mem.sizes is None:
-        l_i = l_i * alpha + gl.sum(p, 1)
+    l_i = l_i * alpha + gl.sum(p, 1)
     acc = warpgroup_mma_wait(0, deps=[product])
     arrive(EMPTY + 3 * INDEX, 160)
     return m_new, l_i, acc
@@ -404,38 +264,27 @@ def _consumer(INDEX: gl.constexpr, work, score, out, mem, c):
     if count > 0:
         mbarrier.wait(mem.full.index(QUERIES), 0)
         if INDEX == 0:
-            s = warpgroup_mma_wait(0, deps=[_begin_scores(INDEX, 0, mem, c)])
+            s = warpgroup_mma_wait(0, deps=[_begin_scores(INDEX, 0, mem)])
             m_i, l_i, acc = _own_tile(
-                INDEX, 0, s, m_i, l_i, acc, (lo, hi, whole_lo, whole_hi, q_pos, slope), work, score, table, mem, c
+                INDEX, 0, s, m_i, l_i, acc, (lo, hi, whole_lo, whole_hi, q_pos, slope), score, table, mem, c
             )
         pairs = (count - 1 + INDEX) // 2
         for i in range(pairs):
             t = 2 * i + 1 - INDEX
             product, m_i, l_i = _take_tile(INDEX, t, m_i, l_i, acc, table, mem, c)
             parity = (t + 1) // 2 & 1
-            if c.FP8 is None:
-                scores = _begin_scores(INDEX, parity, mem, c)
-                acc = warpgroup_mma_wait(3, deps=[product])
-                arrive(EMPTY + 2 - INDEX, 160)
-            else:
-                # widening the rest takes longer than the product whose panel becomes free
-                scores = _first_scores(INDEX, parity, mem, c)
-                acc = warpgroup_mma_wait(1, deps=[product])
-                arrive(EMPTY + 2 - INDEX, 160)
-                scores = _continue_scores(INDEX, parity, scores, mem, c)
+            scores = _begin_scores(INDEX, parity, mem)
+            acc = warpgroup_mma_wait(3, deps=[product])
+            arrive(EMPTY + 2 - INDEX, 160)
             s = warpgroup_mma_wait(0, deps=[scores])
             m_i, l_i, acc = _own_tile(
-                INDEX, t + 1, s, m_i, l_i, acc, (lo, hi, whole_lo, whole_hi, q_pos, slope), work, score, table, mem, c
+                INDEX, t + 1, s, m_i, l_i, acc, (lo, hi, whole_lo, whole_hi, q_pos, slope), score, table, mem, c
             )
         last = 2 * pairs + 1 - INDEX
         if last < count:
             product, m_i, l_i = _take_tile(INDEX, last, m_i, l_i, acc, table, mem, c)
             acc = warpgroup_mma_wait(0, deps=[product])
 
-    if c.FP8 is not None:
-        # loaded again: kept through the loop they would be spilled
-        request, split, mine, _first, _last, there = _share_of(work)
-        exists = x < work.rows * there
     row = gl.cast(request * work.rows, gl.int64) + x
     home = out.parts + gl.cast(split, gl.int64) * out.parts_sp
     rows = gl.convert_layout(row, gl.SliceLayout(1, o_layout))
@@ -476,23 +325,20 @@ def _specialize(work, src, score, out, mem, c):
     do_not_specialize=["table_sb", "lo_sb", "hi_sb", "positions_sb", "tiles", "rows", "heads", "splits", "all_rows"]
 )
 def latent_kernel(
-    q, q_other, k, k_other, sizes, shares, pages, starts, lengths, lo, hi, positions, slopes, parts, parts_sp, table_sb, lo_sb,
-    hi_sb, positions_sb, tiles, rows, heads, splits, all_rows, scale, cap,
+    q, q_other, k, k_other, shares, pages, starts, lengths, lo, hi, positions, slopes, parts, parts_sp, table_sb, lo_sb, hi_sb,
+    positions_sb, tiles, rows, heads, splits, all_rows, scale, cap,
     PAGE: gl.constexpr, HALF: gl.constexpr, SOFTCAP: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """The partial of 64 rows over one share of blocks. Strides are in elements.
 
     `rows` are those of a request, its tokens times `heads`. q and k are descriptors of panels of HALF columns, q_other and k_other
-    of 64; sizes is that of the scales of fp8 rows, or None.
+    of 64.
     """
     q_s = gl.allocate_shared_memory(q.dtype, [2] + q.block_type.shape, q.layout)  # noqa: RUF005
     q_other_s = gl.allocate_shared_memory(q.dtype, q_other.block_type.shape, q_other.layout)
     # panels of q and of tiles have one shape
     k_s = gl.allocate_shared_memory(q.dtype, [4] + q.block_type.shape, q.layout)  # noqa: RUF005
     k_other_s = gl.allocate_shared_memory(q.dtype, [2] + q_other.block_type.shape, q_other.layout)  # noqa: RUF005
-    sizes_s = None
-    if sizes is not None:
-        sizes_s = gl.allocate_shared_memory(gl.float32, [2] + sizes.block_type.shape, sizes.layout)  # noqa: RUF005
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tops = gl.allocate_shared_memory(gl.float32, [2, KEYS], plain)
     sums = gl.allocate_shared_memory(gl.float32, [KEYS], plain)
@@ -501,27 +347,27 @@ def latent_kernel(
         mbarrier.init(full.index(i), count=1)
     _specialize(
         Work(shares, pages, starts, lengths, table_sb, tiles, rows, heads),
-        Inputs(q, q_other, k, k_other, sizes),
+        Inputs(q, q_other, k, k_other),
         Score(lo, hi, lo_sb, hi_sb, positions, positions_sb, slopes, scale, cap),
         Outputs(parts, parts_sp, splits, all_rows),
-        Memory(q_s, q_other_s, k_s, k_other_s, full, tops, sums, sizes_s),
-        Config(
-            PAGE, HALF, q.dtype, SOFTCAP, None if sizes is None else k.layout, None if sizes is None else k_other.layout
-        ),
+        Memory(q_s, q_other_s, k_s, k_other_s, full, tops, sums),
+        Config(PAGE, HALF, q.dtype, SOFTCAP),
     )
 
 
 def plan_splits(call: DecodeCall, splits: int) -> Tensor | None:
     """`kernels.decode.dispatch.plan_splits`."""
-    return plan_shares(call, splits, LATENT_HOPPER) if call.q.shape[0] else None
+    return plan_shares(call, splits, LATENT_HOPPER[call.k.element_size()]) if call.q.shape[0] else None
 
 
 def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None) -> None:
     """`kernels.decode.dispatch.decode`."""
+    if call.k.dtype == FP8:
+        return latent_fp8.decode(call, parts, split_plan=split_plan)
     check_decode(call, parts)
-    q, k, v, table, lo, hi, positions, score, k_scale, _ = call
+    q, k, v, table, lo, hi, positions, score, *_ = call
     b, s, h, d = q.shape
-    page_size, half, keys = k.shape[2], v.shape[3] // 2, LATENT_HOPPER.block_n
+    page_size, half, keys = k.shape[2], v.shape[3] // 2, LATENT_HOPPER[2].block_n
     if b == 0:
         return
     if not _DESCRIPTORS.describable(k):
@@ -529,12 +375,7 @@ def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None)
             f"k must have pages and an address and strides that are multiples of 16 bytes, got {tuple(k.shape)} with {k.stride()}; "
             'make it contiguous, or use impl="portable"'
         )
-    if k_scale is not None and not (k_scale.is_contiguous() and _DESCRIPTORS.describable(k_scale)):
-        raise ValueError(
-            f"k_scale must be contiguous, at a multiple of 16 bytes, got strides {k_scale.stride()}; make it contiguous, or use "
-            'impl="portable"'
-        )
-    shares = plan_shares(call, parts.shape[0], LATENT_HOPPER) if split_plan is None else split_plan
+    shares = plan_shares(call, parts.shape[0], LATENT_HOPPER[2]) if split_plan is None else split_plan
     rows = _DESCRIPTORS.addressable(q).reshape(b, s * h, 1, d)
     tiles = -(-s * h // keys)
     bound_launch.launch(
@@ -542,7 +383,6 @@ def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None)
         (shares.shape[0] * tiles,),
         (
             *(_DESCRIPTORS.rows(x, keys, width) for x in (rows, k.transpose(1, 2)) for width in (half, keys)),
-            None if k_scale is None else _DESCRIPTORS.numbers(k_scale, keys),
             shares, table.pages, table.starts, table.lengths, lo, hi, positions, score.alibi_slopes, parts, parts.stride(0),
             table.pages.stride(0), lo.stride(0), hi.stride(0), positions.stride(0), tiles, s * h, h, parts.shape[0], b * s * h,
             *scale_and_cap(score),

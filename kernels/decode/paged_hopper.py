@@ -76,7 +76,7 @@ def _fill(pools, mem, page, h_kv, hk, row, stage, c):
 
 
 @gluon.jit
-def _numbers(x, SECOND: gl.constexpr):
+def numbers_of(x, SECOND: gl.constexpr):
     """Of each two int16 the bytes of the first, or of the second, as e4m3 numbers in fp16, which holds all of them."""
     if SECOND:
         asm: gl.constexpr = "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, b; }"
@@ -86,7 +86,7 @@ def _numbers(x, SECOND: gl.constexpr):
 
 
 @gluon.jit
-def _sort_bytes(x):
+def sort_bytes(x):
     """Of each two int16 the lower bytes as the first and the upper ones as the second."""
     return gl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x3120;", "=r,r", [x], dtype=gl.int16, is_pure=True, pack=2)
 
@@ -98,8 +98,8 @@ def _scores(q, mem, stage, c, MMA: gl.constexpr):
     s = gl.zeros([KEYS, c.M], gl.float32, MMA)
     if c.FP8:
         k = panel_of(mem.k, stage).load(first)
-        s = mma_v2(_numbers(k, False), q[0], s)
-        s = mma_v2(_numbers(k, True), q[1], s)
+        s = mma_v2(numbers_of(k, False), q[0], s)
+        s = mma_v2(numbers_of(k, True), q[1], s)
     else:
         s = mma_v2(panel_of(mem.k, 2 * stage).load(first), q[0], s)
         s = mma_v2(panel_of(mem.k, 2 * stage + 1).load(first), q[1], s)
@@ -116,9 +116,9 @@ def _add_values(acc, weights, mem, stage, length, c, MMA: gl.constexpr):
             _clear(panel_of(mem.v, panels * stage + i), length)
     weights = gl.convert_layout(weights.to(c.DTYPE), gl.DotOperandLayout(1, MMA, 2))
     if c.FP8:
-        v = _sort_bytes(panel_of(mem.v, stage).permute((1, 0)).load(first))
-        one = mma_v2(_numbers(v, False), weights, acc[0])
-        other = mma_v2(_numbers(v, True), weights, acc[1])
+        v = sort_bytes(panel_of(mem.v, stage).permute((1, 0)).load(first))
+        one = mma_v2(numbers_of(v, False), weights, acc[0])
+        other = mma_v2(numbers_of(v, True), weights, acc[1])
     else:
         one = mma_v2(panel_of(mem.v, 2 * stage).permute((1, 0)).load(first), weights, acc[0])
         other = mma_v2(panel_of(mem.v, 2 * stage + 1).permute((1, 0)).load(first), weights, acc[1])

@@ -144,23 +144,39 @@ def test_a_tile_of_latents_is_loaded_once_for_both_products(arch: int, heads: in
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("case", [HOPPER_LATENTS[i] for i in (7, 6, 0, 2)], ids=str)
-def test_the_hopper_kernel_of_latents_keeps_its_loops_in_registers(case: Case, fp8: bool, dtype: torch.dtype) -> None:
-    scene = make_scene(replace(case, fp8=fp8), dtype)
+def test_the_hopper_kernel_of_latents_keeps_its_loops_in_registers(case: Case, dtype: torch.dtype) -> None:
+    scene = make_scene(case, dtype)
     with captured() as launches:
         latent_hopper.decode(scene.call(), empty_parts(scene, 3))
     found = report(*launches[-1])
     assert found.shared <= SHARED[90], str(found)
-    # Triton 3.8 loads two bounds of 512 columns in fp8 again for each tile
-    few = 2 * (fp8 and scene.v.shape[-1] == 512 and triton.__version__.startswith("3.8"))
-    assert found.loop_spills <= few, str(found)
+    assert found.loop_spills == 0, str(found)
     assert not found.stale + found.warnings + found.injected, str(found)
     # in one round of each warpgroup: q . k of one tile, and weights times half of the values of two
     products = (scene.v.shape[-1] + 64) // 16 + 2 * 64 // 16
     assert [products for products, _ in found.loops] == [products] * 2, str(found)
-    if fp8:
-        assert set(_places_of_fp8_panels(launches[-1][1].asm["ptx"], scene.v.shape[-1] // 2)) == {True}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("heads", [16, 32])
+@pytest.mark.parametrize("case", [HOPPER_LATENTS[i] for i in (7, 6, 2)], ids=str)
+def test_fp8_latents_are_widened_on_their_way_to_registers(case: Case, heads: int) -> None:
+    scene, config = make_scene(replace(case, fp8=True, heads=heads), torch.bfloat16), decode_configs.LATENT_HOPPER[1]
+    with captured() as launches:
+        latent_hopper.decode(scene.call(), empty_parts(scene, 3))
+    found = report(*launches[-1])
+    assert config.per_sm * (found.shared + 1024) <= SHARED[90] + 1024, str(found)
+    # 32 rows of 512 columns: a few numbers are loaded again for each tile; Triton 3.8 loads more
+    most = 0 if heads == 16 or scene.v.shape[-1] < 512 else 20 if triton.__version__.startswith("3.8") else 4
+    assert found.loop_spills <= most, str(found)
+    assert not found.stale + found.warnings + found.injected, str(found)
+    loops = sass.loops_with_products(sass.disassemble(launches[-1][1].asm["cubin"]))
+    body = max(loops, key=lambda loop: len(loop.body)).body
+    counts = {name: sum(name in line for line in body) for name in ("HGMMA", "UNPACK_B", "LDSM")}
+    # 64 x 16 numbers of a tile in a product, two numbers of a thread in a conversion, 512 bytes of a warp in a load
+    numbers = KEYS * (2 * scene.v.shape[-1] + 64)
+    assert counts == {"HGMMA": numbers // 1024, "UNPACK_B": numbers // 256, "LDSM": numbers // 2048}, counts
 
 
 @pytest.mark.parametrize(
@@ -189,17 +205,6 @@ def test_a_warp_reads_a_page_as_the_first_operand(fp8: bool, tokens: int) -> Non
     }, counts
     # of four warps that share a tile: 548 each in fp8. A third is skipped: edges, and pages that are not full
     assert len(loop.body) <= (1220 if tokens == 1 else 1600), len(loop.body)
-
-
-def _places_of_fp8_panels(ptx: str, half: int) -> list[bool]:
-    """Whether each copy of values writes to the second half of a panel, of `half` 16-bit columns, as its address ends."""
-    size = 2 * KEYS * half
-    added = {name: int(number) for name, number in re.findall(r"add\.s32 \s*(%r\d+), %r\d+, (\d+);", ptx)}
-    copies = re.findall(r"cp\.async\.bulk\.tensor\.4d\S+ \[(%r\d+)\], \[(%rd\d+),", ptx)
-    # q comes first, in panels of its own, and its descriptors are used for nothing else
-    of_q = {copies[0][1]}
-    others = [(place, source) for place, source in copies if source not in of_q]
-    return [added[place] % size >= size // 2 for place, source in others if added.get(place, size) < 4 * size]
 
 
 @pytest.mark.parametrize("arch", SHARED)

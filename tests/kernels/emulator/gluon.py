@@ -567,26 +567,11 @@ class Shared:
     def _reinterpret(self, dtype: tl.dtype, shape: Sequence[int], layout: Any) -> Shared:
         shape = [_plain(x) for x in shape]
         wanted = math.prod(shape) * dtype.primitive_bitwidth // 8
-        if (found := self._split_columns(dtype, shape)) is not None:
-            return Shared(self.allocation, found, dtype, layout)
         t = self.t.reshape(-1).view(torch.uint8)
         assert t.data_ptr() == self.t.data_ptr(), "only a contiguous view can be reinterpreted"
         if wanted > t.numel():
             raise OutOfBounds(f"{self} has {t.numel()} bytes, {wanted} are reinterpreted at {_where()}")
         return Shared(self.allocation, t[:wanted].view(_TORCH[dtype]).view(shape), dtype, layout)
-
-    def _split_columns(self, dtype: tl.dtype, shape: Sequence[int]) -> torch.Tensor | None:
-        """Return the view where a panel becomes several that share its rows; None: it becomes something else.
-
-        The true layout has columns of 128 bytes one after another, so each is a piece of columns, and not of rows.
-        """
-        width = shape[-1] * dtype.primitive_bitwidth // 8
-        bytes_of_row = self.t.shape[-1] * self.t.element_size()
-        splits = len(shape) == self.rank + 1 and list(shape[1:-1]) == self.shape[:-1] and width % 128 == 0
-        if not splits or shape[0] * width != bytes_of_row:
-            return None
-        rows = self.t.view(torch.uint8).unflatten(-1, (shape[0], width))
-        return rows.movedim(-2, 0).view(_TORCH[dtype])
 
     def load(self, layout: Any = None) -> Tensor:
         _point("shared load")
@@ -1449,23 +1434,6 @@ _FUNCTIONS = {"ex2": torch.exp2, "lg2": torch.log2, "tanh": torch.tanh, "rcp": t
 @assembly(r"(?P<name>ex2|lg2|tanh|rcp|rsqrt)\.approx(\.ftz)?\.(f32|f16x2|bf16x2|ftz\.bf16x2) \$0, \$1;")
 def _function(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
     return _apply(args[0], _FUNCTIONS[match["name"]])
-
-
-@assembly(
-    r"\{ \.reg \.b32 a, b, m, n, unit; mov\.b32 unit, 0x7b807b80; "
-    r"prmt\.b32 a, \$2, 0, 0x1404; prmt\.b32 b, \$2, 0, 0x3424; "
-    r"shr\.b32 m, a, 4; shr\.b32 n, b, 4; and\.b32 m, m, 0x07f007f0; and\.b32 n, n, 0x07f007f0; "
-    r"lop3\.b32 a, a, 0x80008000, m, 0xea; lop3\.b32 b, b, 0x80008000, n, 0xea; "
-    r"mul\.bf16x2 \$0, a, unit; mul\.bf16x2 \$1, b, unit; \}"
-)
-def _finite_numbers(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
-    del match
-    (x,) = args
-    if x.dtype != tl.float8e4nv:
-        raise EmulationError(f"the bytes must be numbers of float8e4nv, got {x.dtype} at {_where()}")
-    upper = x.t.view(torch.uint8).to(torch.int16) << 8
-    found = (upper & -0x8000) | ((upper >> 4) & 0x07F0)
-    return Tensor(found.view(torch.bfloat16) * 2.0**120, dtype, x.layout)
 
 
 def _bytes_of_pairs(x: Tensor) -> torch.Tensor:

@@ -85,6 +85,16 @@ def test_every_fp8_number_keeps_its_value(dtype: torch.dtype) -> None:
         assert torch.equal(finish(scene, parts)[0].flatten(), row[:128].float())
 
 
+def test_q_beyond_fp16_gives_the_same_bits_under_fp8_pages() -> None:
+    scene = make_scene(replace(SMALL, fp8=True), torch.bfloat16)
+    right, parts = empty_parts(scene, 3), empty_parts(scene, 3)
+    latent_hopper.decode(scene.call(), right)
+    call = scene.call()
+    score = replace(call.score, softmax_scale=call.score.softmax_scale * 2.0**-40)
+    latent_hopper.decode(call._replace(q=call.q * 2.0**40, score=score), parts)
+    assert are_same(parts, right)
+
+
 def test_a_row_of_fp8_that_is_not_finite_is_nan_for_rows_that_see_it_and_no_others() -> None:
     scene = make_scene(replace(SMALL, lengths=(70,), tokens=3, mine=1.0, ragged=0.0, fp8=True), torch.bfloat16)
     right = empty_parts(scene, 3)
@@ -104,7 +114,7 @@ def test_scales_that_the_copy_engine_cannot_read_as_a_list_are_refused() -> None
     assert scene.k_scale is not None
     scales = torch.zeros(*scene.k_scale.shape[:2], 2 * scene.k_scale.shape[2])[..., ::2]
     scene = replace(scene, k_scale=scales, v_scale=scales)
-    with pytest.raises(ValueError, match=r"k_scale must be contiguous, .*use impl=\"portable\""):
+    with pytest.raises(ValueError, match=r"k_scale must have .* scales must be contiguous, .*use impl=\"portable\""):
         latent_hopper.decode(scene.call(), empty_parts(scene, 3))
 
 
