@@ -34,7 +34,7 @@ from ringattn.kernels.attention.hopper.descriptors import Descriptors, multiproc
 from ringattn.kernels.attention.hopper.forward import forward_kernel
 from ringattn.kernels.attention.hopper.forward_combine import combine_kernel
 from ringattn.kernels.attention.hopper.progress_barrier import progress_board
-from ringattn.kernels.attention.hopper.tile_scheduler import L2_BYTES, Shape, WorkPlan, schedule_tiles
+from ringattn.kernels.attention.hopper.tile_scheduler import L2_BYTES, Shape, WorkPlan, fill_programs, schedule_tiles
 from ringattn.kernels.interface import PAD_ROWS, Arrivals, BackwardStep, CallShape, GatheredKeys, Grads, Returns, Step
 from ringattn.kernels.runtime import bound_launch
 
@@ -215,12 +215,12 @@ def launch_backward(
 
 
 def _waits_little(bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals | None) -> bool:
-    """Return whether tiles that take turns are soon done: they fill the device twice, and no heads of a group meet a window.
+    """Return whether tiles that take turns are soon done: they fill the device, and no heads of a group meet a window.
 
     There the masked blocks of a tile, for which its neighbour waits, come head by head.
     """
     plan, shape = _tiles_of_keys(bound, x, out, arrivals, want_dq=True)
-    return plan is None or (plan.programs >= 2 * shape.programs and (plan.shares_ends or bound.group == 1))
+    return plan is None or (fill_programs(plan.programs, shape.programs) and (plan.shares_ends or bound.group == 1))
 
 
 def _tiles_of_keys(

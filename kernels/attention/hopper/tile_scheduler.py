@@ -65,6 +65,7 @@ Note [Assignment]
 
 from __future__ import annotations
 
+import math
 import threading
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -93,6 +94,9 @@ NEIGHBOURS = 8
 """Tiles of one head that run side by side in an ordered launch, if there are heads enough: each adds behind the one before."""
 SHORT = 128
 """Blocks of the longest tile of launches in which tiles of streamed sources are taken in the order of arrival."""
+
+FILLED = 0.9
+"""Of the programs that run side by side, what one or two rounds of tiles of an ordered launch must fill."""
 
 _FINEST = 0.005  # the first step from the mean to the limit that splitting keeps
 _BEYOND = 2**31 - 1  # beyond every position
@@ -257,6 +261,17 @@ def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
     place = torch.argsort(torch.argsort(turn, stable=True))
     device = _sources(stationary)[0][0].runs.device
     return _assemble(tiles, index, head, tiles.row[tile], source, assigned, place, turns, shape, device)
+
+
+def fill_programs(tiles: int, programs: int) -> bool:
+    """Return whether the tiles of an ordered launch leave few of the programs that run side by side without one.
+
+    Example:
+        >>> [fill_programs(tiles, 132) for tiles in (64, 128, 140, 256, 264)]
+        [False, True, False, True, True]
+    """
+    rounds = tiles / programs
+    return rounds >= min(2, FILLED * math.ceil(rounds))
 
 
 def _turns(tiles: _Tiles, order: Tensor, shape: Shape) -> Tensor:
