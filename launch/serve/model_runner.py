@@ -170,7 +170,7 @@ class ModelRunner:
         """Allocate the sampled tokens of a step, of this rank and of all."""
         new = partial(torch.zeros, dtype=torch.int64, device=self.cache.device)
         self._local_tokens, self._all = new(tokens), new(self.cache.ring.world_size * tokens)
-        self._bits = [x.view(torch.float32)[None] for x in (self._local_tokens, self._all)]
+        self._bits = self._local_tokens.view(torch.float32)[None], self._all.view(torch.float32)[None]
 
     def _compute_scored(self, plan: StepCommand, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the logits `wanted vocab` of a step, and `rows vocab` of each request whose rows all give logits."""
