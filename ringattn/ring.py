@@ -53,7 +53,7 @@ MOST_SHARDINGS = 64
 CHECK_INPUTS = "RINGATTN_CHECK_INPUTS"
 """Environment variable: 1 switches `check_inputs` on in every ring that is not given it."""
 
-VIRTUAL_BUDGET = 2**30
+VIRTUAL_BUDGET = 2**31
 """Default memory budget of a virtual rank on a GPU, in bytes."""
 
 _COUNTS: Counter[str] = Counter()
