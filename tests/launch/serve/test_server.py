@@ -310,7 +310,9 @@ def load_and_check(server: Process, count: int, distinct: Sequence[str], most: i
         elif x % 2:
             answer = client.post("/v1/completions", json={**body, "stream": True})
             assert answer.status_code == 200, answer.text
-            events = [json.loads(event[6:]) for event in answer.text.split("\n\n")[:-2]]
+            *events, end = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+            assert end == "data: [DONE]"
+            events = [json.loads(event[6:]) for event in events]
             assert "".join(event["choices"][0]["text"] for event in events) == text
             kinds.append("streamed")
         else:
