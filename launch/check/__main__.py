@@ -110,6 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with open_session(args.device, timeout_s=600) as session:
         simulates = session.world_size == 1 and args.fuzz is None and not args.soak
         ranks = args.virtual_size or ((args.simulate or 1) if simulates else session.world_size)
+        if args.virtual_size % session.world_size:
+            raise SystemExit(
+                f"error: virtual_size must be a multiple of the {session.world_size} ranks, got {args.virtual_size}; pass another "
+                "--virtual-size"
+            )
         check_nodes(args.nodes, ranks)
         line = machine(session)
         session.say(describe(line))

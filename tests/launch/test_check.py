@@ -122,6 +122,17 @@ def test_check_compares_a_cache_over_virtual_ranks_with_one_process_bit_by_bit(p
             assert not red or row["tensor"] in red
 
 
+def _refusal() -> object:
+    with pytest.raises(SystemExit) as refused:
+        check_command.main(["--device", "cpu", "--virtual-size", "3"])
+    return refused.value.code
+
+
+def test_virtual_ranks_that_processes_cannot_share_evenly_end_in_an_error_line(pool: Pools) -> None:
+    said = "error: virtual_size must be a multiple of the 2 ranks, got 3; pass another --virtual-size"
+    assert pool(2).run(_refusal) == [said] * 2
+
+
 def test_check_is_green_on_the_kernels_of_torch_and_says_what_they_refuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_command.main(["--device", "cpu", "--impl", "torch", "--only", "in", "--simulate", "2"]) == 0
     said = capsys.readouterr().out
