@@ -97,8 +97,11 @@ class Ranks:
 
     def share(self, rank: int, x: Tensor, out: Tensor, adds: bool, widths: tuple[int, ...] = ()) -> Tensor:
         place = {"rank": rank, "ranks": self.ranks, "slot": SLOT, "timeout_us": 7_000_000}
-        self.kernel.share(x, out, self.tables[rank], adds=adds, widths=widths, **place)
-        return out
+        # amid free memory, so that a wrong address is a wrong answer
+        room = torch.full((2**20,), math.inf, dtype=out.dtype)
+        found = room[2**19 :][: out.numel()].view(out.shape)
+        self.kernel.share(x, found, self.tables[rank], adds=adds, widths=widths, **place)
+        return found
 
     def epochs(self, rank: int) -> Tensor:
         programs = self.kernel.PROGRAMS
