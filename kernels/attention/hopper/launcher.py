@@ -55,7 +55,8 @@ class BoundCall:
         forward: The shape of the forward launch; dq: of the launch of dq alone; dkv: of that of dk and dv, by whether it makes dq,
             too. A measurement may put others in their place.
         pack: Heads that share a tile; None: by `choose_pack`.
-        ordered: The kernel that makes dq, dk and dv adds dq in a fixed order (Note [Order of sums] of backward.py).
+        in_turns: Under `deterministic`, one kernel makes dq, dk and dv and adds dq in turns (Note [Order of sums] of backward.py),
+            else the pair makes them; None: by `_waits_little`.
         programs: Programs that run side by side on the device.
     """
 
