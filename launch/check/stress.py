@@ -37,7 +37,11 @@ MAX_RED = 20
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case that was solved with a pause, `calm`: o, lse, dq, dk and dv of this rank; the case has one layout."""
+    """A case that was solved with a pause, `calm`: o, lse, dq, dk and dv of this rank; the case has one layout.
+
+    Attributes:
+        deterministic: Gradients repeat to the bit.
+    """
 
     case: Case
     leaves: tuple[Tensor, ...]
@@ -45,11 +49,7 @@ class Prepared:
     sharding: ringattn.Sharding
     calm: dict[str, Tensor]
     standard: Standard
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether gradients repeat to the bit."""
-        return "deterministic" in self.case.options
+    deterministic: bool
 
 
 @dataclass
@@ -119,7 +119,11 @@ def prepare(case: Case, ring: ringattn.Ring, args: CheckArgs, session: Session, 
         return sharding.shard(x, dim=sharded_dim(name)).contiguous()
 
     leaves = tuple(local(name, inputs[name]).requires_grad_() for name in ("q", "k", "v"))
-    one = Prepared(case, leaves, [local(name, inputs[name]) for name in ("do", "dlse")], sharding, {}, standard)
+    cotangents, repeats = (
+        [local(name, inputs[name]) for name in ("do", "dlse")],
+        attention.ring_options(case, args)["deterministic"],
+    )
+    one = Prepared(case, leaves, cotangents, sharding, {}, standard, repeats)
     one.calm.update(finish(one, attend(one, args), True))
     for name, x in one.calm.items():
         if not (ratio := ratio_of(one, name, x)) <= 1:
