@@ -218,6 +218,25 @@ def test_sums_in_turns_have_the_same_bits_in_every_order_of_programs():
     assert not all(torch.equal(dq, in_any_order[0]) for dq in in_any_order), "the order shows in the bits"
 
 
+def test_dq_is_added_in_turns_where_tiles_fill_the_programs_and_no_heads_of_a_group_meet_a_window():
+    visits: list[tuple[BackwardStep, Grads]] = []
+    ring_step(lambda *visit: visits.append(visit), torch.float32, n=1280)
+    [(x, grads)] = visits
+    bound = Ordered(CallShape.of(x.q, x.k, x.v, x.score)).bound
+
+    def chosen(programs: int, sm_margin: int = 0, seen: BackwardStep = x) -> bool:
+        bound.programs = programs
+        return launcher._waits_little(bound, seen._replace(sm_margin=sm_margin), grads, None)
+
+    # ten tiles of 128 keys
+    assert [chosen(programs) for programs in (12, 11, 10, 9, 6, 5, 1)] == [False, True, True, False, False, True, True]
+    assert [chosen(12, sm_margin) for sm_margin in (1, 3, 7)] == [True, False, True]
+    visible = visible_pairs(1280, 1280, causal=True, window=64)
+    rows, keys = (make_side(((0, 1, 1280),), pairs, "cpu") for pairs in (visible, visible.transpose(1, 2)))
+    for bound.group, waits_little in ((1, True), (2, False)):
+        assert chosen(10, seen=x._replace(rows=rows, keys=keys)) == waits_little
+
+
 ORDERED = ("long_wide", "long_96", "long_window", "long_documents", "long_lengths", "long_zigzag", "long_runs")
 
 
