@@ -7,6 +7,7 @@ import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import from_json
 
 from ringattn.launch.serve.grammar import Grammar
 
@@ -193,8 +194,8 @@ class StructuredOutputs(Strict):
             schema = self.json_
             if isinstance(schema, str):
                 try:
-                    schema = json.loads(schema)
-                except (ValueError, RecursionError) as error:
+                    schema = from_json(schema)  # at most 200 levels, as in a body
+                except ValueError as error:
                     what = f"json must be a schema, or its JSON, got {type(error).__name__}"
                     raise RequestError(400, what, "structured_outputs") from None
             return "json", schema

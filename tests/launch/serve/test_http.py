@@ -821,7 +821,7 @@ def test_a_long_body_is_read_in_another_process_and_answered_like_a_short_one(mo
         return read_body(kind, data)
 
     monkeypatch.setattr(body_reader, "read_body", read)
-    monkeypatch.setattr(completions, "NEAR_BYTES", 1000)
+    monkeypatch.setattr(completions, "NEAR_BYTES", 4000)
     monkeypatch.setattr(completions, "LONG_THREADS", 1)
     said = [{"role": "user", "content": "hi"}]
     fake = FakeServer(FakeRunner(), length=100, tokenizer=ByteTokenizer())
@@ -837,11 +837,12 @@ def test_a_long_body_is_read_in_another_process_and_answered_like_a_short_one(mo
             ("completions", {"prompt": "hi", "max_tokens": 3}, 200),
             ("chat/completions", {"messages": said, "top_p": 2}, 400),
             ("completions", {"prompt": "x" * 300}, 400),
+            ("completions", {"prompt": "x", "structured_outputs": {"json": "[" * 900 + "]" * 900}}, 400),
         ):
             short, long = (answer_to(path, {**body, "temperature": 0}, length) for length in (0, 2**17))
             assert short == long
             assert short[0] == status
-        assert max(read_here) <= 1000
+        assert max(read_here) <= 4000
         [process] = set(multiprocessing.active_children()) - others
         process.kill()
         process.join()
