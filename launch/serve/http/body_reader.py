@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import signal
 import threading
 from array import array
 from collections.abc import Sequence
@@ -222,7 +221,6 @@ class FarReader(threading.local):
 
 def _read_bodies(pipe: Connection[Any, Any], settings: Settings) -> None:
     """Read bodies for a `FarReader` until it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     reader = BodyReader(make_tokenizer(settings.tokenizer), settings)
     freeze_gc()
     with contextlib.suppress(EOFError, OSError):

@@ -6,12 +6,16 @@ process group.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import sys
+from collections.abc import Generator
 
 import uvicorn
+from uvicorn.server import HANDLED_SIGNALS
 
 from ringattn.launch.serve import messages
 from ringattn.launch.serve.config import freeze_gc
@@ -51,6 +55,13 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, client: EngineClient) -> None:
         super().__init__(config)
         self._client = client
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Ignore signals, as processes that this one starts do, too: rank 0 handles them. multiprocessing unblocks them."""
+        for number in HANDLED_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

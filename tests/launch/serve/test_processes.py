@@ -29,6 +29,7 @@ from ringattn.launch.common.distributed import Session
 from ringattn.launch.serve import engine_server, run
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, requests_of
+from ringattn.launch.serve.http.body_reader import NEAR_BYTES
 from ringattn.launch.serve.http.engine_client import ENGINE_GONE
 from ringattn.launch.serve.http.fields import RequestError
 from ringattn.launch.serve.messages import (
@@ -250,6 +251,9 @@ def test_requests_around_the_engines_stop_are_refused():
 # two processes
 
 
+LONG = "x" * NEAR_BYTES  # of a body that another process reads
+
+
 class Apart:
     """An engine with a fake model in this process, and HTTP in another, which takes four requests."""
 
@@ -338,9 +342,12 @@ def test_a_stalled_http_process_stops_no_step_and_a_killed_one_ends_the_server(o
     assert (large.status_code, large.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert "must fit into 64 tokens, got 1 + 64 = 65" in large.json()["error"]["message"]
 
-    # signals to all processes of a terminal are not for this one
-    for number in (signal.SIGINT, signal.SIGTERM):
-        apart.other.send_signal(number)
+    # signals to all processes of a terminal are neither for this one nor for those that it starts
+    assert apart.ask(prompt="a", max_tokens=1, user=LONG).status_code == 200
+    for one in (apart.other, *apart.other.children()):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            one.send_signal(number)
+    assert apart.ask(prompt="a", max_tokens=1, user=LONG).status_code == 200
     prompt = going_on("f", 50)
 
     def ask_three() -> list[Future[httpx.Response]]:
