@@ -7,6 +7,7 @@ process group.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -77,4 +78,6 @@ if __name__ == "__main__":
     code = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread that reads a long prompt is not waited for
+    for reader in multiprocessing.active_children():
+        reader.kill()
+    os._exit(code)  # neither a process nor a thread that reads a long prompt is waited for

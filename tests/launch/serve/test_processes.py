@@ -307,16 +307,19 @@ def test_an_engine_that_is_killed_takes_the_process_of_http_with_it_and_the_port
     push.send(encode(apart.settings))
     with ThreadPoolExecutor(1) as threads, receive_at(apart.process.folder, "engine") as pull:
         assert httpx.get(f"{apart.url}/health").status_code == 200
-        asked = threads.submit(apart.ask, prompt="a", max_tokens=9)
+        asked = threads.submit(apart.ask, prompt="a", max_tokens=9, user=LONG)
         while not isinstance(decode_to_engine(pull.recv()), Submit):
             pass
         assert not asked.done()
         assert apart.other.is_running()
+        [reader] = [one for one in apart.other.children() if "spawn_main" in str(one.cmdline())]
+        reader.suspend()  # as one that reads: it does not see that nobody waits
         engine.kill()
         engine.wait()
         assert (asked.result().status_code, asked.result().json()["error"]["message"]) == (503, ENGINE_GONE)
     apart.process._process.wait(HANGS_S)
     assert apart.process._process.returncode == 1
+    wait_for(lambda: not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE)
     assert not os.path.exists(apart.process.folder)
     push.close()
     with bind("127.0.0.1", apart.port) as free:
