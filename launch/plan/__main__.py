@@ -184,7 +184,7 @@ def _show_best(job: Job, best: MeshEstimate, step: str) -> None:
 
 def show_attention(args: PlanArgs) -> dict[str, Any]:
     """Print and return one attention on a ring of all GPUs, by schedule."""
-    for name in ("mode", "recompute", "picture"):
+    for name in ("mode", "recompute", "offload", "mlp_rows", "chunked_loss", "picture"):
         if (given := getattr(args, name)) != getattr(PlanArgs, name):
             raise ValueError(f"{name} must come with --model, got {given} for one attention; leave it out")
     check_nodes(args.gpus, args.gpus_per_node)

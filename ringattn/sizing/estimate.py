@@ -238,11 +238,20 @@ def estimate(
         raise ValueError(f"recompute must be None when serving, got {recompute!r}; nothing is kept for a backward")
     if savings != NO_OFFLOAD and mode == "serve":
         raise ValueError(f"savings must be left out when serving, got {savings}; nothing is kept for a backward")
+    if savings.offload and recompute == "none":
+        raise ValueError(
+            f'recompute must be selective or full with offload, got "none" and {savings.offload}; drop one'
+        )
+    shape = load_shape(model)
+    if savings.layers(shape) > shape.layers:
+        raise ValueError(
+            f'offload must be at most the number of layers, {shape.layers}, got {savings.offload}; "all" is all of them'
+        )
     machine = gpus, gpus_per_node, with_link(load_profile(gpu), link_gbps)
     boundaries = None if documents is None else tuple(documents)
     forms = ShortForms(**resolve_balance({"causal": True, **mask}))
     tried = RECOMPUTE if recompute is None else (recompute,)
-    job = Job(load_shape(model), tokens, *machine, mode, batch, boundaries, forms, tried, layout, savings)
+    job = Job(shape, tokens, *machine, mode, batch, boundaries, forms, tried, layout, savings)
     _ = job.masks  # a wrong one is refused here
     return estimate_job(job)
 

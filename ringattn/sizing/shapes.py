@@ -228,7 +228,7 @@ def _from_config(content: Mapping[str, Any], name: str) -> ModelShape:
         value = next((config[key] for key in keys if config.get(key)), None)
         if value is None:
             raise ValueError(
-                f"a configuration must have {keys[0]}, got {sorted(config)[:8]}; pass that of a causal model"
+                f"a configuration must have {keys[0]} above 0, got {sorted(config)[:8]}; pass that of a causal model"
             )
         found[field] = int(value)
     experts = next(
