@@ -260,10 +260,15 @@ class Ring:
             ValueError: An unknown layout, or boundaries or segments that do not fit; other ranks find it when they compare their
                 next call.
             TypeError: The length, a boundary or a segment is no integer, or balance no dict.
+            RuntimeError: torch.compile traces the call; without `fullgraph` it is then made beside the graph.
         """
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                "a sharding must be made outside of compiled code, got a trace of it; pass it as an argument"
+            )
         key = (seq_len, layout, balance, segments, device)
-        # documents differ from batch to batch; 1 equals True; a trace must not see a table that changes
-        usual = documents is None and type(seq_len) is int and not torch.compiler.is_compiling()
+        # documents differ from batch to batch; 1 equals True
+        usual = documents is None and type(seq_len) is int
         usual = usual and all(x is None or isinstance(x, (str, Mask)) for x in key[1:])
         if usual and (found := self._shardings.get(key)) is not None:
             return found

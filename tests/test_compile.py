@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -230,6 +230,19 @@ def test_an_option_that_changes_is_compiled_once_for_each_value() -> None:
             q = torch.linspace(-1, 1, SEQ_LEN * d).view(1, SEQ_LEN, 1, d).sin()
             with torch._dynamo.config.patch(error_on_recompile=i % 3 == 2):
                 torch.testing.assert_close(compiled(q, **options), run(q, **options), rtol=0, atol=0)
+
+
+def test_a_sharding_is_made_beside_a_graph_and_refused_in_a_whole_one() -> None:
+    ring = Ring()
+
+    def run(q: Tensor) -> Tensor:
+        return ring_attention(q * 2, q, q, ring.sharding(q.shape[1])).cos()
+
+    q = torch.linspace(-1, 1, SEQ_LEN * 16).view(1, SEQ_LEN, 1, 16).sin()
+    with fresh():
+        torch.testing.assert_close(torch.compile(run, backend="eager", dynamic=True)(q), run(q), rtol=0, atol=0)
+    with fresh(), pytest.raises(Unsupported, match="must be made outside of compiled code"):
+        torch.compile(run, backend="eager", fullgraph=True)(q)
 
 
 def test_a_call_of_latents_takes_symbols_for_sizes() -> None:
