@@ -40,7 +40,7 @@ from ringattn.kernels.attention.hopper.primitives import LOG2E, opaque, panel_of
 from ringattn.kernels.decode.configs import LATENT_HOPPER, row_tiles
 from ringattn.kernels.decode.decode_triton import plan_shares
 from ringattn.kernels.decode.dispatch import DecodeCall, check_decode
-from ringattn.kernels.decode.paged_hopper import Outputs, Queries, numbers_of, sort_bytes
+from ringattn.kernels.decode.paged_hopper import Outputs, Queries, numbers_of, sort_bytes, store_state
 from ringattn.kernels.runtime import bound_launch
 
 KEYS = gl.constexpr(64)
@@ -159,7 +159,7 @@ def _add_values(acc, weights, mem, stage, length, c, MMA: gl.constexpr):
     first: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     values = panel_of(mem.k, stage)
     if length < KEYS:
-        _clear(values, length)
+        clear_rows(values, length)
     second: gl.constexpr = gl.NVMMASharedLayout(2 * c.M, 16, rank=2)
     place = mem.k_other.index(stage)._reinterpret(gl.float16, [OTHER // c.M, KEYS, c.M], second).index(0)
     place.store(weights.to(gl.float16))
@@ -180,7 +180,7 @@ def _add_values(acc, weights, mem, stage, length, c, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _clear(values, length):
+def clear_rows(values, length):
     """Zeros in the rows of a panel from `length` on, which may be NaN: 0 * NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     inside = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, layout)) < length, 1)
@@ -314,15 +314,7 @@ def _decode_share(work, queries, pools, out, mem, c):
     for i in gl.static_range(c.DV // (2 * KEYS)):
         _store_panel(home + i * (2 * KEYS), row * c.DV, exists, acc[2 * i], acc[2 * i + 1])
     total = gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), rows)
-    ml = gl.cast(out.all_rows, gl.int64) * c.DV + row
-    # a maximum passes over NaN: a row of NaN alone would have the m of a row that saw nothing
-    gl.store(home + ml, gl.where(total == total, m_i - HEADROOM, total), mask=exists)
-    gl.store(home + ml + out.all_rows, total, mask=exists)
-    # the identity of unused splits is written by all programs of this request in turns
-    for unused in range(mine + split, out.splits * there, mine):
-        spared = out.parts + gl.cast(unused, gl.int64) * out.parts_sp + ml
-        gl.store(spared, gl.full([c.M], -float("inf"), gl.float32, rows), mask=exists)
-        gl.store(spared + out.all_rows, gl.zeros([c.M], gl.float32, rows), mask=exists)
+    store_state(out, row, m_i - HEADROOM, total, exists, split, mine, there, c.DV)
 
 
 @gluon.jit(

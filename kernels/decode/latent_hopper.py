@@ -148,12 +148,7 @@ def _begin_scores(INDEX: gl.constexpr, parity, mem):
 @gluon.jit
 def _clear(INDEX: gl.constexpr, values, length):
     """Zeros in the rows of a panel from `length` on."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    inside = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, layout)) < length, 1)
-    for i in gl.static_range(values.shape[1] // KEYS):
-        columns = values.slice(i * KEYS, KEYS, dim=1)
-        x = columns.load(layout)
-        columns.store(gl.where(inside, x, gl.zeros_like(x)))
+    latent_fp8.clear_rows(values, length)
     fence_async_shared()
     sync(CLEARED + INDEX, 128)
 

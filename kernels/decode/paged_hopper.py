@@ -92,6 +92,20 @@ def sort_bytes(x):
 
 
 @gluon.jit
+def store_state(out, row, m, total, exists, split, mine, there, DV: gl.constexpr):
+    """Stores m and l of rows of a split, and the identity of splits that have no share: programs of a request write it in turns."""
+    ml = gl.cast(out.all_rows, gl.int64) * DV + row
+    home = out.parts + gl.cast(split, gl.int64) * out.parts_sp + ml
+    # a maximum passes over NaN: a row of NaN alone would have the m of a row that saw nothing
+    gl.store(home, gl.where(total == total, m, total), mask=exists)
+    gl.store(home + out.all_rows, total, mask=exists)
+    for unused in range(mine + split, out.splits * there, mine):
+        spared = out.parts + gl.cast(unused, gl.int64) * out.parts_sp + ml
+        gl.store(spared, gl.full(total.shape, -float("inf"), gl.float32, total.type.layout), mask=exists)
+        gl.store(spared + out.all_rows, gl.zeros(total.shape, gl.float32, total.type.layout), mask=exists)
+
+
+@gluon.jit
 def _scores(q, mem, stage, c, MMA: gl.constexpr):
     """Products of the keys of a stage with q, in halves (Note [Halves])."""
     first: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -266,16 +280,7 @@ def _decode_share(work, queries, pools, out, mem, c):
     for half in gl.static_range(2):
         at = 2 * column + half if c.FP8 else column + half * (c.DV // 2)
         gl.store(home + gl.expand_dims(row * c.DV, 0) + gl.expand_dims(at, 1), acc[half], mask=ok)
-    total = gl.sum(l_i, 0)
-    ml = gl.cast(out.all_rows, gl.int64) * c.DV + row
-    # a maximum passes over NaN: a row of NaN alone would have the m of a row that saw nothing
-    gl.store(home + ml, gl.where(total == total, m_i - HEADROOM, total), mask=exists)
-    gl.store(home + ml + out.all_rows, total, mask=exists)
-    # the identity of unused splits is written by all programs of this request in turns
-    for unused in range(mine + split, out.splits * there, mine):
-        spared = out.parts + gl.cast(unused, gl.int64) * out.parts_sp + ml
-        gl.store(spared, gl.full([c.M], -float("inf"), gl.float32, rows), mask=exists)
-        gl.store(spared + out.all_rows, gl.zeros([c.M], gl.float32, rows), mask=exists)
+    store_state(out, row, m_i - HEADROOM, gl.sum(l_i, 0), exists, split, mine, there, c.DV)
 
 
 @gluon.jit(
