@@ -119,10 +119,8 @@ def prepare(case: Case, ring: ringattn.Ring, args: CheckArgs, session: Session, 
         return sharding.shard(x, dim=sharded_dim(name)).contiguous()
 
     leaves = tuple(local(name, inputs[name]).requires_grad_() for name in ("q", "k", "v"))
-    cotangents, repeats = (
-        [local(name, inputs[name]) for name in ("do", "dlse")],
-        attention.ring_options(case, args)["deterministic"],
-    )
+    cotangents = [local(name, inputs[name]) for name in ("do", "dlse")]
+    repeats = attention.ring_options(case, args)["deterministic"]
     one = Prepared(case, leaves, cotangents, sharding, {}, standard, repeats)
     one.calm.update(finish(one, attend(one, args), True))
     for name, x in one.calm.items():
