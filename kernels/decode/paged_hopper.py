@@ -102,7 +102,8 @@ def store_state(out, row, m, total, exists, split, mine, there, DV: gl.constexpr
     for unused in range(mine + split, out.splits * there, mine):
         spared = out.parts + gl.cast(unused, gl.int64) * out.parts_sp + ml
         gl.store(spared, gl.full(total.shape, -float("inf"), gl.float32, total.type.layout), mask=exists)
-        gl.store(spared + out.all_rows, gl.zeros(total.shape, gl.float32, total.type.layout), mask=exists)
+        # gl.zeros takes no layout of a tensor on Triton 3.6
+        gl.store(spared + out.all_rows, gl.full(total.shape, 0.0, gl.float32, total.type.layout), mask=exists)
 
 
 @gluon.jit
