@@ -56,7 +56,8 @@ def runs_of(kind: str) -> list[Any]:
 def source(machine: Row) -> str:
     """Return the machine, versions, commit and command of a run as one line."""
     gpus = machine.get("gpus") or [machine.get("device")]
-    version = f"commit {machine['commit'][:12]}" if machine["commit"] else f"ringattn {machine['ringattn']}"
+    commit = re.sub(r"(?<=\w{12})\w+", "", machine["commit"] or "")
+    version = f"commit {commit}" if commit else f"ringattn {machine['ringattn']}"
     flags = ", ".join(f"{name} {value}" for name, value in (machine.get("flags") or {}).items())
     server = f"; the server: {machine.get('parameters', 0) / 1e9:.2f} billion parameters, {flags}" if flags else ""
     return (

@@ -88,11 +88,12 @@ def test_without_rows_there_is_no_table_and_no_figure(results: ModuleType) -> No
 def test_a_run_of_check_is_a_line_with_the_worst_of_each_dtype(results: ModuleType) -> None:
     rows = [{"dtype": "bf16", "ratio": 0.5}, {"dtype": "bf16", "ratio": 1.5}, {"dtype": "fp32", "ratio": 0.25}]
     _keep(results, "check1.json", "2026-01-01", rows)
-    _keep(results, "check2.json", "2026-01-02", rows[:1], command="check --schedule fused", gpus=["A", "A"])
+    machine = {"command": "check --schedule fused", "gpus": ["A", "A"], "commit": "0123456789abcdef+changes"}
+    _keep(results, "check2.json", "2026-01-02", rows[:1], **machine)
     text = _shown(results, "Correctness")
     assert "| 1 | 1 | auto | 2 of 3 | 1.50 (2) | - | 0.25 (1) |" in text
     assert "| 2 | 2 | fused | 1 of 1 | 0.50 (1) | - | - |" in text
-    assert "Run 2: 2 x A, torch 2, triton 3, commit 0123456789ab: `check --schedule fused`" in text
+    assert "Run 2: 2 x A, torch 2, triton 3, commit 0123456789ab+changes: `check --schedule fused`" in text
 
 
 def test_contenders_stand_beside_each_other_forward_and_backward(results: ModuleType) -> None:
