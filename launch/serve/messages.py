@@ -99,7 +99,7 @@ class Settings(msgspec.Struct, tag=True):
     length: int  # maximum tokens of a prompt and its answer
     state: dict[str, Any]
     about: dict[str, Any] = {}  # description of the server for /state
-    defaults: dict[str, float] = {}  # options of requests that leave them out
+    defaults: dict[str, int | float] = {}  # options of requests that leave them out
 
 
 class StepOutput(msgspec.Struct, tag=True, omit_defaults=True):

@@ -54,7 +54,7 @@ class ServedModel:
     name: str
     length: int | None  # maximum tokens of a sequence, by its config; None if that has none
     facts: str  # text that must be the same on all ranks
-    defaults: dict[str, float]  # options of requests that leave them out, by its generation_config.json
+    defaults: dict[str, int | float]  # options of requests that leave them out, by its generation_config.json
     parameters: int  # of the whole model
     random_weights: bool = False  # they were drawn: all ranks take those of rank 0
     notes: tuple[str, ...] = ()  # lines to print
@@ -142,7 +142,7 @@ def load_model(args: ServeArgs, device: torch.device, rank: int = 0, ranks: int 
     return ServedModel(model, tokenizer, name, length, facts, defaults, parameters, random_weights, tuple(notes), plan)
 
 
-def _sampling_defaults(folder: Path) -> dict[str, float]:
+def _sampling_defaults(folder: Path) -> dict[str, int | float]:
     """Return the options of sampling in a folder's generation_config.json; raise ValueError for one that requests may not have."""
     from ringattn.launch.serve.http.api import Completion
 
@@ -150,12 +150,12 @@ def _sampling_defaults(folder: Path) -> dict[str, float]:
     given = json.loads(path.read_text()) if path.is_file() else {}  # transformers' own object has defaults of its own
     found = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
     try:
-        Completion.model_validate({"prompt": "", **found})
+        body = Completion.model_validate({"prompt": "", **found})
     except ValueError as error:
         raise Refusal(
             f"{path} must have options that requests may have, got {error}; or pass --no-generation-defaults"
         ) from None
-    return found
+    return {name: getattr(body, name) for name in found}
 
 
 def _read(path: str) -> Any:

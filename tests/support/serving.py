@@ -23,7 +23,7 @@ from ringattn.launch.serve.engine_server import BACKLOG, EngineServer, bind
 from ringattn.launch.serve.grammar import make_compiler
 from ringattn.launch.serve.http.app import make_app, server_config
 from ringattn.launch.serve.http.engine_client import EngineClient
-from ringattn.launch.serve.messages import Settings, receive_at, send_to
+from ringattn.launch.serve.messages import Settings, decode_to_http, encode, receive_at, send_to
 from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score
 from ringattn.launch.serve.scheduler import ScheduledStep, Scheduler
 from ringattn.launch.serve.tokenizer import ChatTemplateError, check_text
@@ -251,7 +251,7 @@ class FakeServer:
         connections: int = 1000,
         host: str = "0.0.0.0",
         about: dict[str, Any] | None = None,
-        defaults: dict[str, float] | None = None,
+        defaults: dict[str, int | float] | None = None,
         timeout_s: float = HANGS_S,
         tokenizer: Any = None,
         **flags: Any,
@@ -276,6 +276,8 @@ class FakeServer:
             about or {},
             defaults or {},
         )
+        settings = decode_to_http(encode(settings))  # as the HTTP process gets them
+        assert isinstance(settings, Settings)
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)
         self.port: int = listening.getsockname()[1]

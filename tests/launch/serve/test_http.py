@@ -136,6 +136,8 @@ def test_options_left_out_are_those_of_the_checkpoint():
 
         assert text() == text(temperature=2) == text(temperature=None) != text(temperature=0)
         assert text(temperature=0) == text_of(going_on("d", 8), 8)
+    with FakeServer(FakeRunner(), defaults={"temperature": 2.0, "top_k": 1}) as served:
+        assert text() == text_of(going_on("d", 8), 8) != text(top_k=0)
 
 
 def test_a_model_may_have_several_names():

@@ -324,6 +324,8 @@ def test_defaults_of_sampling_come_from_the_checkpoint(folder, tmp_path):
     said = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 7, "max_length": 9}
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     assert opened(tmp_path).defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**said, "top_k": 20.0}))
+    assert isinstance(opened(tmp_path).defaults["top_k"], int)
     assert opened(tmp_path, generation_defaults=False).defaults == {}
     assert opened("tiny").defaults == {}
     (tmp_path / "generation_config.json").write_text(json.dumps({**said, "temperature": 3.0}))
