@@ -64,16 +64,21 @@ def tokenizer_folder(path: str) -> Path | None:
 
 
 def read_config(path: str) -> Any:
-    """Return the configuration at a config.json, or in a folder with one; nothing is fetched, and no code is run."""
-    from transformers import AutoConfig
+    """Return the configuration of a causal language model, at a config.json or in its folder; nothing is fetched."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     place = str(Path(path).expanduser())
     try:
-        return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each model has exceptions of its own for a wrong file
         raise Refusal(
             f"model must be a configuration that transformers can read, got {path}: {type(error).__name__}: {error}"
         ) from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Refusal(
+            f"model must be a causal language model of transformers, got {path} of model_type {config.model_type!r}"
+        )
+    return config
 
 
 def read_model(folder: Path, **options: Any) -> Any:
@@ -91,6 +96,8 @@ def read_model(folder: Path, **options: Any) -> Any:
         )
     except torch.OutOfMemoryError:
         raise
+    except NotImplementedError as error:  # the integration refuses the model
+        raise Refusal(str(error)) from None
     except (SafetensorError, OSError, TypeError, ValueError, RuntimeError) as error:
         raise Refusal(
             f"the weights in {folder} must be whole and of the model in its config.json, got {type(error).__name__}: {error}"

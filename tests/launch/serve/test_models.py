@@ -511,14 +511,23 @@ def test_an_adapter_beside_a_config_is_refused_and_one_that_is_asked_for_is_merg
         opened(folder, adapter=str(tmp_path / "adapter"))
 
 
-def test_models_whose_attention_is_not_the_rings_are_refused(tmp_path):
+def test_models_whose_attention_is_not_the_rings_are_refused(tmp_path, folder):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "config.json"
     sizes = {name: size for name, size in CONFIG.items() if name != "head_dim"}
     path.write_text(json.dumps({"model_type": "falcon", "vocab_size": 300, **sizes}))
-    with pytest.raises(
-        Refusal, match="attend through transformers' attention interface, got FalconModel, which chooses"
-    ):
-        opened(path)
+    for place in (path, tmp_path):
+        with pytest.raises(
+            Refusal,
+            match=r"^a model must attend through transformers' attention interface, got FalconModel, which chooses",
+        ):
+            opened(place)
+    path.write_text(json.dumps({"model_type": "t5", "vocab_size": 300}))
+    for place in (path, tmp_path):
+        with pytest.raises(
+            Refusal, match=r"must be a causal language model of transformers, got .* of model_type 't5'"
+        ):
+            opened(place)
     kinds = ["linear_attention", "full_attention"]
     path.write_text(json.dumps({"model_type": "qwen3_next", "vocab_size": 300, **CONFIG, "layer_types": kinds}))
     with pytest.raises(Refusal, match=r"tokens must interact in attention only .* \['linear_attention'\] layers"):
