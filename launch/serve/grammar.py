@@ -140,17 +140,21 @@ def _vocabulary(tokenizer: Tokenizer) -> Any:
     """Return the vocabulary of a tokenizer as llguidance reads it; tokens without bytes are never sampled, unless named."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    stops = sorted(token for token in tokenizer.stops if token < tokenizer.vocab_size)
+    size = tokenizer.vocab_size
+    stops = sorted(token for token in tokenizer.stops if token < size)
+    if isinstance(tokenizer, PretrainedTokenizer):
+        known = set(tokenizer.inner.get_vocab().values())  # the model may have fewer tokens, or more
+        size, stops = max(size, *(token + 1 for token in known)), [token for token in stops if token in known]
     if not stops:
         raise GrammarError("needs a model with a token that ends answers")
     if isinstance(tokenizer, PretrainedTokenizer):
         if (definition := tokenizer.definition()) is None:
             raise GrammarError("needs a tokenizer of the tokenizers library")
         try:
-            return LLTokenizer(definition, n_vocab=tokenizer.vocab_size, eos_token=stops)
+            return LLTokenizer(definition, n_vocab=size, eos_token=stops)
         except ValueError as error:
             raise GrammarError(f"needs a tokenizer that llguidance can read, got one with: {error}") from None
-    raw = [None if token in stops else tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    raw = [None if token in stops else tokenizer.token_bytes(token) for token in range(size)]
     return LLTokenizer(TokenizerWrapper(_Bytes(raw, stops)), eos_token=stops)
 
 

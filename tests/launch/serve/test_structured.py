@@ -22,11 +22,12 @@ from torch import Tensor
 
 from ringattn.launch.serve import scheduler
 from ringattn.launch.serve.config import ServeArgs
-from ringattn.launch.serve.grammar import NEEDED, GrammarCompiler, GrammarError, TokenGrammar
+from ringattn.launch.serve.grammar import NEEDED, Grammar, GrammarCompiler, GrammarError, TokenGrammar
 from ringattn.launch.serve.http.api import Chat
 from ringattn.launch.serve.http.chat_format import chat_format
 from ringattn.launch.serve.model_runner import ModelRunner
 from ringattn.launch.serve.models import load_model, make_cache
+from ringattn.launch.serve.sampling import mask_
 from ringattn.launch.serve.tokenizer import PretrainedTokenizer
 from ringattn.ring import Ring
 from tests.launch.serve.test_http import going_on, read_chunks
@@ -471,6 +472,21 @@ def test_marks_that_a_vocabulary_adds_are_tokens_of_grammars_special_or_not(tmp_
     for token in tokens:
         assert state.mask[token // 8] >> token % 8 & 1, served.decode([token])
         state.advance(token)
+
+
+def test_formats_need_not_have_a_model_with_the_tokens_of_its_tokenizer(tmp_path: Path):
+    """A padding token may be added to the tokenizer alone, and a model may have rows, and ends, that no text has."""
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    r, end, size = tokenizer.convert_tokens_to_ids("r"), tokenizer.eos_token_id, len(tokenizer)
+    for vocab, stops in ((size - 9, [end]), (size + 9, [end, size + 3])):
+        served = PretrainedTokenizer(tmp_path, frozenset(stops), vocab)
+        state = GrammarCompiler(served).compile(Grammar(['start: "r"']).text())
+        logits = torch.zeros(2, vocab)
+        mask_(logits, torch.tensor([0]), state.mask[None])
+        state.advance(r)
+        mask_(logits, torch.tensor([1]), state.mask[None])
+        assert logits.isfinite().nonzero()[:, 1].tolist() == [r, end]
 
 
 CALLS = {
