@@ -7,6 +7,7 @@ block tables name, so rows of freed requests, NaN included, do not matter. In a 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, TypedDict, cast
@@ -95,11 +96,15 @@ class KVPool:
             sizes = (layers, self.kv_heads, self.head_dim, self.v_head_dim, self.latent)
             sizes = (*sizes, dtype, self.kv_dtype, page_size, pages, memory, ring.virtual_size)
         ring.assert_equal_across_ranks("a cache of keys and values", " ".join(map(str, (*sizes, device.type))))
-        least = None
+        least, where = None, "that are free on the fullest GPU of the ring"
         if device.type == "cuda":
             # memory that torch has cached is free as well
             torch.cuda.empty_cache()
             least = ring.all_reduce_min(torch.cuda.mem_get_info(device)[0])
+        elif device.type == "cpu":
+            # allocating would succeed, and writing would end the process
+            least = ring.all_reduce_min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            where = "of memory on the smallest machine of the ring"
         page_bytes = page_size * self.bytes_per_token
         if pages is None:
             size = memory if memory is not None else int(DEFAULT_SHARE * (least or 0))
@@ -113,8 +118,8 @@ class KVPool:
         needed = hosted * pages * page_bytes
         if least is not None and needed > least:
             raise ValueError(
-                f"{hosted * pages} pages of {page_size} tokens need {needed} bytes on each rank, got {least} that are free on the "
-                f"fullest GPU of the ring; use at most {least // page_bytes // hosted} pages, or "
+                f"{hosted * pages} pages of {page_size} tokens need {needed} bytes on each rank, got {least} {where}; "
+                f"use at most {least // page_bytes // hosted} pages, or "
                 "kv_dtype=torch.float8_e4m3fn"
             )
         self.allocator = PageAllocator(ring.virtual_size, pages, page_size, page_bytes)

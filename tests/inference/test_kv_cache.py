@@ -710,6 +710,7 @@ def test_memory_is_bounded_by_what_is_given() -> None:
         ({"pages": None}, ValueError, "pages or memory must be given on cpu"),
         ({"memory": 10}, ValueError, "pages and memory must"),
         ({"pages": None, "memory": 400}, ValueError, "memory must"),
+        ({"page_size": 2**40}, ValueError, "bytes on each rank, got .* of memory on the smallest machine"),
         ({"pages": 0}, ValueError, "pages must"),
         ({"layers": 0}, ValueError, "layers must"),
         ({"kv_heads": 0}, ValueError, "kv_heads must"),
