@@ -196,7 +196,7 @@ class StructuredOutputs(Strict):
                 try:
                     schema = from_json(schema)  # at most 200 levels, as in a body
                 except ValueError as error:
-                    what = f"json must be a schema, or its JSON, got {type(error).__name__}"
+                    what = f"json must be a schema, or its JSON, got: {ascii_only(str(error))[:200]}"
                     raise RequestError(400, what, "structured_outputs") from None
             return "json", schema
         if self.json_object:
