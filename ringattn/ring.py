@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,8 @@ CHECK_INPUTS = "RINGATTN_CHECK_INPUTS"
 
 VIRTUAL_BUDGET = 2**31
 """Default memory budget of a virtual rank on a GPU, in bytes."""
+VIRTUAL_CTAS = 32
+"""Default `nccl_max_ctas` where a process hosts several virtual ranks."""
 
 _COUNTS: Counter[str] = Counter()
 T = TypeVar("T")
@@ -103,7 +105,8 @@ class Ring:
             whether the environment variable RINGATTN_CHECK_INPUTS is 1. Traces, captures and workers of a DataLoader compare
             nothing. The same on all ranks.
         nccl_max_ctas: Thread blocks, and so SMs, that NCCL may use for a transfer, in communicators of the ring's own; more
-            are faster and leave less to attention. None: the group's own communicator, for within and between nodes.
+            are faster and leave less to attention. None: the group's own communicator, for within and between nodes. "auto": 4,
+            or 32 where a process hosts several virtual ranks, because their keys arrive before the first launch.
 
     Attributes:
         name: Name by which operators find this ring.
@@ -143,7 +146,7 @@ class Ring:
         save_gathered_kv: bool = False,
         timeout: timedelta = timedelta(minutes=5),
         nodes: int | str = 1,
-        nccl_max_ctas: int | None = 4,
+        nccl_max_ctas: int | Literal["auto"] | None = "auto",
         virtual_size: int | None = None,
         check_inputs: bool | None = None,
     ) -> None:
@@ -170,6 +173,8 @@ class Ring:
         self.save_gathered_kv = save_gathered_kv
         self.check_inputs = check_inputs
         self.generation = 0
+        if nccl_max_ctas == "auto":
+            nccl_max_ctas = 4 if self.virtual_size == self.world_size else VIRTUAL_CTAS
         nccl_max_ctas = None if nccl_max_ctas is None else resolve_integer("nccl_max_ctas", nccl_max_ctas)
         if nccl_max_ctas is not None and nccl_max_ctas < 1:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {nccl_max_ctas}; or None for no limit")

@@ -81,7 +81,8 @@ class CheckArgs:
         fuzz_seed: Seed of the first random ring step.
         ahead: On GPUs, fill the compiler's cache from many processes first; not under a tool that watches one process.
         nodes: Nodes of equal size that the ranks share; more than one makes a ring of two levels.
-        nccl_max_ctas: Thread blocks that NCCL may use for a transfer; 0 for the group's own communicator.
+        nccl_max_ctas: Thread blocks that NCCL may use for a transfer, in place of the ring's default; 0 for the group's own
+            communicator.
         virtual_size: Virtual ranks of the ring; results must then have the bits of the simulated ring of so many, and those of a KV
             cache the bits of one process. 0 for none.
     """
@@ -101,7 +102,7 @@ class CheckArgs:
     fuzz_seed: int = 0
     ahead: bool = True
     nodes: int = 1
-    nccl_max_ctas: int = 4
+    nccl_max_ctas: int | None = None
     virtual_size: int = 0
 
 
@@ -488,7 +489,9 @@ def unserved(case: AnyCase, args: CheckArgs, device: torch.device) -> str | None
 
 def open_rings(session: Session, args: CheckArgs) -> Rings:
     """The rings of all ranks, with the kernels, nodes and link speed of the flags: one, or of virtual ranks one per schedule."""
-    common: dict[str, Any] = {"impl": args.impl, "nccl_max_ctas": args.nccl_max_ctas or None}
+    common: dict[str, Any] = {"impl": args.impl}
+    if args.nccl_max_ctas is not None:
+        common["nccl_max_ctas"] = args.nccl_max_ctas or None
     if args.virtual_size:
         budgets = [LARGE_BUDGET] * (args.schedule not in STEPWISE) + [0] * (args.schedule in ("auto", *STEPWISE))
         common |= {"transport": "process_group" if args.schedule == "process_group" else "auto", "nodes": args.nodes}
