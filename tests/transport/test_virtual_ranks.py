@@ -142,6 +142,16 @@ def test_rows_cross_between_two_processes_once_for_all_virtual_ranks(pool: Pools
             assert backward <= expected + 512 // processes * (8 - 8 // processes)
 
 
+def blocks_of_nccl(size: int | None) -> int:
+    with patch("ringattn.ring.ProcessGroupTransport", wraps=ProcessGroupTransport) as made:
+        Ring(virtual_size=size)
+    return made.call_args.args[-1]
+
+
+def test_nccl_may_take_more_blocks_where_a_process_hosts_several_virtual_ranks(pool: Pools) -> None:
+    assert [pool(2).run(blocks_of_nccl, size) for size in (None, 2, 4)] == [[4, 4], [4, 4], [32, 32]]
+
+
 def launches_and_posts() -> list[str]:
     """The launches of a fused backward here, and the posts of its gradients, in their order."""
     found, launch, post = list[str](), EagerKernels.backward_fused, ProcessGroupTransport.post
