@@ -101,7 +101,7 @@ class KVPool:
             # memory that torch has cached is free as well
             torch.cuda.empty_cache()
             least = ring.all_reduce_min(torch.cuda.mem_get_info(device)[0])
-        elif device.type == "cpu":
+        elif device.type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
             # allocating would succeed, and writing would end the process
             least = ring.all_reduce_min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
             where = "of memory on the smallest machine of the ring"
