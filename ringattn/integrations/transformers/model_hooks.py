@@ -318,8 +318,8 @@ def _check_loss(module: nn.Module, kwargs: dict[str, Any], output: Any, sharding
         loss, logits = output[:2]
     else:
         loss, logits = (getattr(output, name, None) for name in ("loss", "logits"))
-    if labels is None or count is None or loss is None or logits is None:
-        return
+    if labels is None or loss is None or logits is None or not count:
+        return  # without labels in all of a step, there is nothing to divide
     rows, wanted = logits.detach().flatten(0, 1), labels.flatten().to(logits.device)
     pieces = zip(rows.split(LOSS_ROWS), wanted.split(LOSS_ROWS), strict=True)
     total = sum(float(nn.functional.cross_entropy(x.float(), y, reduction="sum")) for x, y in pieces)

@@ -249,7 +249,7 @@ class RingTrainerMixin(_Base):
             if isinstance(self.label_smoother, ShiftedLabelSmoother):
                 scaled = self.model_accepts_loss_kwargs or not self.loss_by_model
                 self.label_smoother.num_items = count if scaled else inputs["num_items_in_batch"]
-            elif not self._loss_checked and "num_items_in_batch" in inputs:
+            elif not self._loss_checked and inputs.get("num_items_in_batch", 0) != 0:
                 self._check_count(model, inputs, count)
         before = num_forwards()
         shared = self.loss_by_model and self.ring.world_size > 1
@@ -326,8 +326,10 @@ class RingTrainerMixin(_Base):
         """Return the predictions of all readers, in the order of samples; each rank of a ring has the same."""
 
         def gather(x: Tensor) -> Tensor:
-            every = self.accelerator.gather(x).view(-1, self.ring.world_size, *x.shape)
-            return every[: self._readers, 0].flatten(0, 1)[: self._last_samples]
+            every = self.accelerator.gather(x).view(-1, self.ring.world_size, *(x.shape or (1,)))
+            found = every[: self._readers, 0].flatten(0, 1)
+            # Trainer has losses for full batches, and router logits have more rows than samples
+            return found[: self._last_samples] if x.dim() < 2 else found
 
         return (
             recursively_apply(gather, data)

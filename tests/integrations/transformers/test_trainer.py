@@ -15,6 +15,7 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, Dataset, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -365,26 +366,44 @@ def whole_rows(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(ids).ne(0)}
 
 
-def predict(folder: str, labelled: bool) -> tuple[dict[str, float], Any, Any]:
-    """The loss, the logits and the labels of samples, of different lengths in rows of a batch."""
+def predict(folder: str, kind: str, labelled: bool) -> tuple[dict[str, float], list[Any], Any]:
+    """The loss, the outputs and the labels of samples, of different lengths in rows of a batch."""
     with processes():
         collator = RingCollator(DataCollatorWithFlattening() if labelled else whole_rows, Ring())
-        found = build(folder, collator, prediction_loss_only=False).predict(Samples())
+        model = make(kind, "ringattn", torch.float32)
+        found = build(folder, collator, model=model, prediction_loss_only=False).predict(Samples())
         losses = {name: x for name, x in (found.metrics or {}).items() if name.endswith("_loss")}
-        return losses, found.predictions, found.label_ids
+        return losses, tree_leaves(found.predictions), found.label_ids
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_predictions_are_those_of_one_process(pool: Pools, tmp_path: Path, labelled: bool) -> None:
-    losses, logits, labels = predict(str(tmp_path), labelled)
-    assert logits.shape[-1] == 61
+@pytest.mark.parametrize(("kind", "labelled"), [("llama", True), ("llama", False), ("mixtral", True)])
+def test_predictions_are_those_of_one_process(pool: Pools, tmp_path: Path, kind: str, labelled: bool) -> None:
+    """Outputs of mixtral are the loss that balances experts, logits, and those of routers."""
+    losses, outputs, labels = predict(str(tmp_path), kind, labelled)
+    assert [x.shape[-1] for x in outputs if x.ndim > 1] == [61] if kind == "llama" else [61, 4, 4]
     assert bool(losses) == (labels is not None) == labelled
-    for mine, found, wanted in pool(2).run(predict, str(tmp_path), labelled):
+    for mine, found, wanted in pool(2).run(predict, str(tmp_path), kind, labelled):
         assert mine == pytest.approx(losses, rel=1e-4)
         assert not labelled or (wanted == labels).all()
-        # rows that are padded are not those of any token
-        seen = torch.tensor(logits) != -100
-        torch.testing.assert_close(torch.tensor(found)[seen], torch.tensor(logits)[seen])
+        for x, alone in zip(map(torch.tensor, found), map(torch.tensor, outputs), strict=True):
+            # rows that are padded are not those of any token
+            torch.testing.assert_close(x[alone != -100], alone[alone != -100])
+
+
+def train_unlabelled(folder: str) -> tuple[float, bool]:
+    """The loss that is logged without any label, and whether a parameter has moved."""
+    with processes():
+        data = [{**sample, "labels": [-100] * len(sample["labels"])} for sample in map(Samples().__getitem__, range(4))]
+        trainer = build(folder, data=data, max_steps=1, eval_strategy="no")
+        start = [x.detach().clone() for x in trainer.model.parameters()]  # pyright: ignore[reportOptionalMemberAccess]
+        trainer.train()
+        moved = zip(start, trainer.model.parameters(), strict=True)  # pyright: ignore[reportOptionalMemberAccess]
+        return trainer.state.log_history[0]["loss"], any(not torch.equal(x, y) for x, y in moved)
+
+
+def test_a_first_step_without_labels_changes_nothing(pool: Pools, tmp_path: Path) -> None:
+    """As on one process: Trainer logs a loss of 0 for the NaN of no labels, and gradients are 0."""
+    assert [(float(loss), moved) for loss, moved in pool(2).run(train_unlabelled, str(tmp_path))] == [(0.0, False)] * 2
 
 
 class _Place:
