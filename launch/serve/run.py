@@ -257,7 +257,8 @@ def _serve(
     print(f"cache: {describe_cache(model_runner.cache)}", flush=True)
     if model_runner.host_slots:
         print(f"host memory: {model_runner.host_slots} pages of each rank", flush=True)
-    if args.default_tokens is None and (fit := tokens // length) < args.max_running:
+    unbounded = args.default_tokens is None and args.max_tokens is None
+    if unbounded and (fit := tokens // length) < args.max_running:
         print(
             f"a chat without max_tokens may fill the rest of {length} tokens; the cache holds {fit} times as many, and more such "
             "chats at a time preempt each other; --default-tokens bounds them"
