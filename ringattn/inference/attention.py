@@ -192,7 +192,7 @@ def attend(
         ValueError: A shape, dtype, device or option is inconsistent, something requires gradients, the batch is out of date, or
             ranks differ. Nothing is stored or sent then. It is raised on every rank wherever ranks compare (Note [When ranks
             compare] of consistency.py); elsewhere the others time out.
-        TypeError: An argument is not a tensor.
+        TypeError: An argument is not a tensor, or the layer no integer.
         NotImplementedError: No kernel supports the call, or a tensor is of a subclass with its own meaning.
         RuntimeError: A transfer failed or timed out.
 

@@ -160,11 +160,12 @@ class ForwardBatch:
         Raises:
             ValueError: The layer or a shape, dtype or device does not fit the cache, or a request of the batch was freed or
                 truncated since. Other ranks raise it at their next comparison.
+            TypeError: An argument is not a tensor, or the layer no integer.
             NotImplementedError: A tensor is of a subclass with its own meaning.
         """
         try:
             self.check_rows(layer, k, v)
-        except (ValueError, NotImplementedError) as error:
+        except Exception as error:
             # rows differ by rank, so other ranks may not raise
             self.cache.ring.raise_on_all_ranks(error)
         return self.cache.put_rows(layer, self.slots, k, v, contain=contain)

@@ -21,6 +21,7 @@ from ringattn.inference.virtual_rank import VirtualRank
 from ringattn.kernels.decode.dispatch import select_decode_kernel
 from ringattn.kernels.kv import pages as rows
 from ringattn.kernels.registry import SelectedKernels
+from ringattn.plan.options import resolve_integer
 from ringattn.ring import Ring
 from ringattn.tensor_checks import check_tensor
 
@@ -224,7 +225,7 @@ class KVPool:
             raise NotImplementedError("kv_dtype must be float64 too with dtype float64, got float8_e4m3fn; use float32")
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
+        if not 0 <= resolve_integer("layer", layer) < self.layers:
             raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}; make the cache for all layers")
 
     def _check_tensor(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:

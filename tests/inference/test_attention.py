@@ -210,6 +210,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "sink gradients": ({"sinks": torch.ones(4, requires_grad=True)}, "sinks must not require gradients"),
     "layer": ({"layer": 2}, "layer must be from 0 to 1, got 2"),
     "negative layer": ({"layer": -1}, "layer must be from 0 to 1, got -1"),
+    "a fraction as layer": ({"layer": 1.0}, "layer must be an integer, got 1.0; convert it first"),
+    "a flag as layer": ({"layer": True}, "layer must be an integer, got True"),
     "sinks": ({"sinks": torch.ones(3)}, r"sinks must be floating point of shape \(4,\)"),
     "slopes": ({"alibi_slopes": torch.ones(4, dtype=torch.int64)}, "alibi_slopes must be floating point"),
     "scale": ({"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
@@ -247,7 +249,8 @@ def test_wrong_arguments_are_refused_by_name(name: str, mode: Any) -> None:
     given: dict[str, Any] = rows_of(step) | changes
     if "gradients" in name:  # a slice of a leaf requires gradients too
         given = {key: x.requires_grad_() if torch.is_tensor(x) and x.requires_grad else x for key, x in given.items()}
-    with pytest.raises(ValueError, match=message.replace("1 20", f"1 {count}").replace("1, 20", f"1, {count}")):
+    error = TypeError if "as layer" in name else ValueError
+    with pytest.raises(error, match=message.replace("1 20", f"1 {count}").replace("1, 20", f"1, {count}")):
         attend(step, given.pop("layer", 0), **given)
     assert torch.equal(cache.k, before), "what is refused is not kept"
     attend(step, 0, **rows_of(step))
@@ -375,6 +378,8 @@ def refuse_together(fault: str) -> str:
         given["k"] = given["k"].double()
     if odd and fault == "layer":
         options["layer"] = 5
+    if odd and fault == "kind of layer":
+        options["layer"] = True
     if odd and fault == "window":
         options["window"] = (5, 0)
     if odd and fault == "kind of window":
@@ -388,9 +393,9 @@ def refuse_together(fault: str) -> str:
     before = cache.k.clone()
     try:
         attend(step, options.pop("layer", 0), **given, **options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         assert torch.equal(cache.k, before), "nothing is kept of what is refused"
-        if fault in ("dtype", "layer", "window", "kind of window", "heads", "gradients", "sinks"):
+        if fault in ("dtype", "layer", "kind of layer", "window", "kind of window", "heads", "gradients", "sinks"):
             attend(step, 0, **rows_of(step))
         return str(error)
     return "nothing"
@@ -401,6 +406,7 @@ def refuse_together(fault: str) -> str:
     [
         ("dtype", "k must have the dtype of the cache"),
         ("layer", "layer must be from 0 to 1, got 5"),
+        ("kind of layer", "layer must be an integer, got True"),
         ("window", "window"),
         ("kind of window", "window must be an int"),
         ("heads", "attend"),
