@@ -464,7 +464,7 @@ def shard_calls(module: nn.Module, shard: Callable[[dict[str, Any]], dict[str, A
 
     def shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = {**dict(zip(names, args, strict=False)), **kwargs}
-        batch = {name: x for name, x in call.items() if isinstance(x, Tensor)}
+        batch = {name: call.pop(name) for name, x in list(call.items()) if isinstance(x, Tensor)}
         return (), {**call, **shard(batch)}
 
     def gather_outputs(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

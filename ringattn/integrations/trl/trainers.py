@@ -60,6 +60,10 @@ class RingRewardTrainer(RingTrainerMixin, RewardTrainer, TokenCount):  # pyright
     loss_by_model = False
     counts_whole_batches = True
 
+    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's rows of a whole batch, whose margins are not for the model."""
+        return super().shard({name: x for name, x in batch.items() if name != "margin"})
+
     def modules_with_whole_outputs(self) -> list[nn.Module]:
         """Return the model below the head."""
         model: Any = self.model

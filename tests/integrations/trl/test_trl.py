@@ -21,7 +21,7 @@ from tests.integrations.model_table import ModelRow, refused, works
 from tests.integrations.processes import History, assert_same, enable_fsdp, outcome, processes, settings
 from tests.integrations.trainer_rows import ROWS
 from tests.integrations.transformers.models import CONFIGS, make
-from tests.integrations.trl.tiny import completions, preferences, tokenizer
+from tests.integrations.trl.tiny import completions, margins, preferences, tokenizer
 from tests.support.pool import Pools
 from tests.support.scripts import run_on_ranks
 
@@ -66,7 +66,7 @@ def build(
     if options.get("fsdp") and cp:
         enable_fsdp(args)
     implementation = "ringattn" if cp else "eager" if kind == "gpt_oss" else "sdpa"
-    data = completions if stack == "RingSFTTrainer" else preferences
+    data = {"RingSFTTrainer": completions, "RingRewardTrainer": margins}.get(stack, preferences)
     more: dict[str, Any] = {"context_parallel_size": cp, **(bounded or {})} if cp else {}
     if stack == "RingDPOTrainer" and not adapter:
         more["ref_model"] = model(stack, kind, implementation)

@@ -47,3 +47,9 @@ def preferences(count: int = 12) -> Dataset:
         for i in range(count)
     ]
     return Dataset.from_list(rows)
+
+
+def margins(count: int = 12) -> Dataset:
+    """Preferences with the margin of each."""
+    found: Any = preferences(count)
+    return found.add_column("margin", [i / count for i in range(count)])
