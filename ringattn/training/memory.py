@@ -34,10 +34,17 @@ def save_memory_(
 
     Raises:
         ValueError: An option is wrong; see the two functions.
-        NotImplementedError: The model has no list of layers, or a layer has no MLP of one tensor.
+        NotImplementedError: The model has no list of layers, or a layer has no MLP of one tensor; or MLPs by chunks are asked for
+            where the model returns the logits of its routers.
     """
     layers = decoder_layers(model) if recompute != "none" or offload is not False or mlp_rows is not None else []
     if mlp_rows is not None:
+        configs = (getattr(module, "config", None) for module in model.modules())
+        if any(getattr(config, "output_router_logits", False) for config in configs):
+            raise NotImplementedError(
+                "MLPs by chunks of rows must be those of a model that does not return logits of its routers, which would be those of "
+                "one chunk without a gradient, got output_router_logits=True; set it to False in model.config, or leave mlp_rows out"
+            )
         chunk_rows_([_mlp_of(layer) for layer in layers], mlp_rows)
     return checkpoint_layers_(layers, recompute, offload=offload)
 

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +223,14 @@ def test_models_without_layers_or_mlps_are_refused() -> None:
         save_memory_(nn.Linear(2, 2), recompute="full")
     with pytest.raises(NotImplementedError, match=r"^a layer must have an MLP of one tensor"):
         save_memory_(nn.ModuleList([nn.Linear(2, 2)]), mlp_rows=2)
+
+
+def test_chunks_are_refused_where_routers_return_their_logits() -> None:
+    model = make_model()
+    model.config = SimpleNamespace(output_router_logits=True)
+    with pytest.raises(NotImplementedError, match="got output_router_logits=True; set it to False"):
+        save_memory_(model, mlp_rows=2)
+    save_memory_(model, recompute="full")
 
 
 # chunks of rows

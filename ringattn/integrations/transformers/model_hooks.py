@@ -181,7 +181,9 @@ def _after(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output
     gather = bool(kwargs.get("gather_outputs"))
     if _is_innermost(module):
         _gather(module, output, sharding, gather)
-        _gather_routers(output, sharding)
+        # rows that fill a short batch are in its mask, if it has one
+        filled = kwargs.get("attention_mask") is not None
+        _gather_routers(output, sharding.with_padding(0) if filled else sharding)
     if not gather:
         with sharding.ring.propagate_errors():
             _check_rows(module, output, sharding)
@@ -285,7 +287,8 @@ def balancing_loss(module: nn.Module, output: Any) -> Tensor | None:
 def _check_rows(module: nn.Module, output: Any, sharding: Sharding) -> None:
     """Raise when an output does not have this rank's rows: something chose among them."""
     routers: Any = getattr(output, "router_logits", None) or ()
-    if any(isinstance(x, Tensor) and x.shape[:-1].numel() % sharding.seq_len for x in routers):
+    lengths = sharding.seq_len, sharding.seq_len - sharding.padding
+    if any(isinstance(x, Tensor) and all(x.shape[:-1].numel() % n for n in lengths) for x in routers):
         raise NotImplementedError(
             f"router logits must be those of the {sharding.seq_len} rows of all ranks, got {tuple(routers[0].shape)} from "
             f"{type(module).__name__}, which does not return them with its hidden states; leave output_router_logits out, and set "
