@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -293,7 +294,13 @@ class RingTrainerMixin(_Base):
             return whole.view(*tokens.shape, *whole.shape[2:]) if one_row and tokens is not None else whole
 
         loss, logits, labels = super().prediction_step(model, part, prediction_loss_only, ignore_keys)
-        loss = None if loss is None else self._whole_loss(loss)
+        wanted = part.get("shift_labels", part.get("labels"))
+        if loss is not None:
+            loss = self._whole_loss(loss)
+        if loss is not None and wanted is not None and self.loss_by_model and not self._options.get("pooling"):
+            # a mean over no labels is no number, which Trainer leaves out of its own
+            labelled = sum_over_ring(wanted.ne(IGNORE_INDEX).any().to(loss), self.ring)
+            loss = torch.where(labelled > 0, loss, math.nan)
         logits = None if logits is None else recursively_apply(unshard, logits)
         return loss, logits, None if labels is None else inputs["labels"]
 

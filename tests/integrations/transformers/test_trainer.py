@@ -406,6 +406,21 @@ def test_a_first_step_without_labels_changes_nothing(pool: Pools, tmp_path: Path
     assert [(float(loss), moved) for loss, moved in pool(2).run(train_unlabelled, str(tmp_path))] == [(0.0, False)] * 2
 
 
+def evaluate_unlabelled(folder: str) -> list[float]:
+    """Losses of samples, and of the same after one without labels, by batches of one."""
+    with processes():
+        data = [*map(Samples().__getitem__, range(3))]
+        empty = {**data[0], "labels": [-100] * len(data[0]["labels"])}
+        trainer = build(folder, data=data, per_device_eval_batch_size=1)
+        return [trainer.evaluate(samples)["eval_loss"] for samples in (data, [empty, *data])]  # pyright: ignore[reportArgumentType]
+
+
+def test_batches_without_labels_do_not_count_in_evaluations(pool: Pools, tmp_path: Path) -> None:
+    """As on one process, where their loss is no number, which Trainer leaves out."""
+    for plain, beside_empty in pool(2).run(evaluate_unlabelled, str(tmp_path)):
+        assert plain == pytest.approx(beside_empty)
+
+
 class _Place:
     """A ring as far as its place among processes goes."""
 
