@@ -42,8 +42,8 @@ def save_memory_(
         configs = (getattr(module, "config", None) for module in model.modules())
         if any(getattr(config, "output_router_logits", False) for config in configs):
             raise NotImplementedError(
-                "MLPs by chunks of rows must be those of a model that does not return logits of its routers, which would be those of "
-                "one chunk without a gradient, got output_router_logits=True; set it to False in model.config, or leave mlp_rows out"
+                "MLPs by chunks of rows must be those of a model that returns no logits of its routers, which would be those of a "
+                "chunk, without a gradient; got output_router_logits=True: set it to False in model.config, or drop mlp_rows"
             )
         chunk_rows_([_mlp_of(layer) for layer in layers], mlp_rows)
     return checkpoint_layers_(layers, recompute, offload=offload)

@@ -56,7 +56,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
 
     Differences to torch: `is_causal=True` without attn_mask means causal by global position, and nothing is materialised. Rows
     whose keys are all masked give the output projection of 0, where torch may give NaN. is_causal hides no column that add_bias_kv
-    or add_zero_attn appends.
+    or add_zero_attn appends. Refused: sequences without rows, and dropout of 1.
 
     Args:
         embed_dim: See `nn.MultiheadAttention` for all arguments but ring.

@@ -119,6 +119,13 @@ def test_experts_are_balanced_over_the_tokens_of_all_ranks(pool: Pools) -> None:
     assert abs(expected[0] - alone("mixtral", batch, output_router_logits=False)[0]) > 0.1
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_experts_are_balanced_over_the_tokens_of_a_batch_of_fewer_than_ranks(pool: Pools, masked: bool) -> None:
+    ids = tokens(3, rows=2)
+    batch = {"input_ids": ids, "labels": ids, **({"attention_mask": torch.ones_like(ids)} if masked else {})}
+    assert_equal(pool(4).run(on_ranks, "mixtral", batch, "zigzag", {})[0], alone("mixtral", batch))
+
+
 def _padded(side: str) -> dict[str, Tensor]:
     """Three rows of 23 tokens, of which one has padding on a side, or a hole, and one is whole."""
     ids = tokens(23, rows=3)
