@@ -226,7 +226,7 @@ def test_models_without_layers_or_mlps_are_refused() -> None:
 
 
 def test_chunks_are_refused_where_routers_return_their_logits() -> None:
-    model = make_model()
+    model: Any = make_model()
     model.config = SimpleNamespace(output_router_logits=True)
     with pytest.raises(NotImplementedError, match="got output_router_logits=True: set it to False"):
         save_memory_(model, mlp_rows=2)
