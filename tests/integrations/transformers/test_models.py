@@ -119,6 +119,7 @@ def test_experts_are_balanced_over_the_tokens_of_all_ranks(pool: Pools) -> None:
     assert abs(expected[0] - alone("mixtral", batch, output_router_logits=False)[0]) > 0.1
 
 
+@pytest.mark.skipif(not FIVE, reason="experts without a row have no gradient in 4.57")
 @pytest.mark.parametrize("masked", [False, True])
 def test_experts_are_balanced_over_the_tokens_of_a_batch_of_fewer_than_ranks(pool: Pools, masked: bool) -> None:
     ids = tokens(3, rows=2)
