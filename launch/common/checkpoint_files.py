@@ -64,7 +64,7 @@ def tokenizer_folder(path: str) -> Path | None:
 
 
 def read_config(path: str) -> Any:
-    """Return the configuration of a causal language model, at a config.json or in its folder; nothing is fetched."""
+    """Return the configuration of a causal language model, at a config.json or in its folder; no code is run or fetched."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     place = str(Path(path).expanduser())

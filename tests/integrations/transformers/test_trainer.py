@@ -381,7 +381,7 @@ def predict(folder: str, kind: str, labelled: bool) -> tuple[dict[str, float], l
 def test_predictions_are_those_of_one_process(pool: Pools, tmp_path: Path, kind: str, labelled: bool) -> None:
     """Outputs of mixtral are the loss that balances experts, logits, and those of routers."""
     losses, outputs, labels = predict(str(tmp_path), kind, labelled)
-    assert [x.shape[-1] for x in outputs if x.ndim > 1] == [61] if kind == "llama" else [61, 4, 4]
+    assert [x.shape[-1] for x in outputs if x.ndim > 1] == {"llama": [61], "mixtral": [61, 4, 4]}[kind]
     assert bool(losses) == (labels is not None) == labelled
     for mine, found, wanted in pool(2).run(predict, str(tmp_path), kind, labelled):
         assert mine == pytest.approx(losses, rel=1e-4)
