@@ -35,18 +35,20 @@ def test_put_and_take_equal_their_definition(case: Case) -> None:
 
 
 def test_put_and_take_reach_rows_beyond_two_billion_elements() -> None:
-    pool = torch.zeros(2**31 // (8 * 64 * 128) + 2, 8, 64, 128, dtype=torch.uint8, device="cuda").view(
+    keys = torch.zeros(2**31 // (8 * 64 * 128) + 2, 8, 64, 128, dtype=torch.uint8, device="cuda").view(
         torch.float8_e4m3fn
     )
-    scale = torch.zeros(pool.shape[:3], device="cuda")
+    scale = torch.zeros(keys.shape[:3], device="cuda")
+    pool = pages.Pool(keys, keys.clone(), scale, scale.clone())
     k = torch.randn(1, 3, 8, 128, device="cuda").bfloat16()
-    slots = torch.tensor([[len(pool) * 64 - 1, 5, len(pool) * 64 - 64]], device="cuda")
-    pages.put(pages.Pool(pool, pool.clone(), scale, scale.clone()), k, k, slots)
-    found = torch.empty_like(k)
-    pages.take(pages.Pool(pool, pool, scale, scale), slots, found, torch.empty_like(k))
+    slots = torch.tensor([[len(keys) * 64 - 1, 5, len(keys) * 64 - 64]], device="cuda")
+    pages.put(pool, k, k, slots)
+    found, values = torch.empty_like(k), torch.empty_like(k)
+    pages.take(pool, slots, found, values)
     # of a CPU, which divides by numbers; torch's GPU kernels multiply by their reciprocals
     rows, factor = pages.quantise(k.cpu())
-    assert torch.equal(found.cpu(), pages.dequantise(rows, factor, torch.bfloat16))
+    for x in (found, values):
+        assert torch.equal(x.cpu(), pages.dequantise(rows, factor, torch.bfloat16))
 
 
 def draw(cache: PagedKVCache, step: ForwardBatch, seed: int) -> list[Tensor]:
