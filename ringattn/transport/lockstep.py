@@ -392,7 +392,9 @@ def _unions(pairs: Iterable[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
 
 
 def _addresses(regions: Tensor) -> Tensor:
-    return torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=regions.device)
+    # made on the device: a copy of host memory would wait for the launches before it
+    stride = regions.stride(0) * regions.element_size()
+    return torch.arange(len(regions), device=regions.device) * stride + regions.data_ptr()
 
 
 def run_ranks(

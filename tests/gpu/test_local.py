@@ -1,4 +1,4 @@
-"""One GPU, one rank: short calls that are replayed as CUDA graphs give the bits of calls that are enqueued.
+"""One GPU, one process: short calls replayed as CUDA graphs give the bits of enqueued ones, and no call waits for the device.
 
 python -m pytest -m gpu tests/gpu/test_local.py
 """
@@ -79,3 +79,23 @@ def test_calls_on_two_streams_do_not_disturb_each_other() -> None:
                 found.append(ring_attention_with_lse(q, k, v, sharding, causal=True)[0])
         torch.cuda.synchronize()
         assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("budget", [0, 2**40], ids=["stepwise", "fused"])
+def test_a_process_of_several_ranks_does_not_wait_for_its_launches(budget: int) -> None:
+    sharding = Ring(virtual_size=4, memory_budget=budget).sharding(2048)
+    q, k, v, do = (torch.randn(1, 2048, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def step() -> list[Tensor]:
+        o, _ = ring_attention_with_lse(q, k, v, sharding, causal=True)
+        return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, found, expected))
