@@ -92,6 +92,9 @@ SLACK = 0.02
 """Excess of the most loaded program over the mean that is left alone."""
 NEIGHBOURS = 8
 """Tiles of one head that run side by side in an ordered launch, if there are heads enough: each adds behind the one before."""
+LONG = 24_000
+"""Blocks of a program, times the query heads of a group, from which the tiles of an ordered launch do not wait long for others of
+their head: then they all run side by side, and share what they stream in the level-two cache."""
 SHORT = 128
 """Blocks of the longest tile of launches in which tiles of streamed sources are taken in the order of arrival."""
 
@@ -236,7 +239,8 @@ def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
     index = tile if shared else tile + head // shape.heads * per_batch
     count = blocks[index]
     groups = max(1, min(heads, -(-heads * shape.streamed_bytes // L2_BYTES)))
-    if shape.ordered:
+    # the blocks of a tile come once for each head of the group
+    if shape.ordered and int(count.sum()) * shape.repeats**2 < LONG * shape.programs:
         groups = max(1, min(groups, heads * NEIGHBOURS // shape.programs))
     longest = int(count.max()) if count.numel() else 0
     turn = head // -(-heads // groups)
