@@ -3,7 +3,7 @@
 Note [Times]
     A time is the median over rounds. In a round every call has one turn: several calls back to back between two CUDA events,
     so that a machine that slows down slows all of them. A turn on a GPU begins with untimed calls, because clocks follow the
-    power drawn in the last tens of milliseconds. Rounds are shuffled, so that no call always runs on the chip that another left
+    power drawn in the last tens of milliseconds, and a training step finds work in the queue of its device. Rounds are shuffled, so that no call always runs on the chip that another left
     cool. A round is as slow as its slowest rank. On a CPU the host's clock replaces the events.
     Plain calls show the host where it is slower than the device. A CUDA graph of several calls takes turns, too: its time
     has no host in it. A call that cannot be captured keeps its plain time, and the reason is reported.
@@ -28,7 +28,7 @@ Timing = Literal["calls", "graph", "both"]
 TURN_MS = 40.0
 """Target length of the timed part of a turn on a GPU, and of the untimed part before it."""
 LONG_MS = 100.0
-"""Calls beyond this hide their host: they are not timed in both ways, and need no untimed calls."""
+"""Calls beyond this hide their host, behind an untimed one: they are not timed in both ways."""
 BURST, BURSTS = 4, 6
 """Calls that are enqueued without a pause to time the host, and how often that is done."""
 HANG_S = 600.0
@@ -206,7 +206,7 @@ def _plan(call: Callable[[], Any], session: Session) -> _Turn:
     once = session.maximum([clock(call, 1, session.device)])[0]
     on_gpu = session.device.type == "cuda"
     repeats = max(1, min(100, math.ceil(TURN_MS / once))) if on_gpu else 1
-    return _Turn(call, repeats, 1, repeats if on_gpu and once <= LONG_MS else 0, once)
+    return _Turn(call, repeats, 1, repeats if on_gpu else 0, once)
 
 
 def _add_graph(turns: dict[tuple[str, str], _Turn], name: str, session: Session, turn: _Turn, found: Time) -> None:
