@@ -174,16 +174,19 @@ class Lockstep:
             size = sum(length for _, length in rows)
             held[owner] = rows, [x.new_empty(x.shape[0], size, *x.shape[2:]) for x in tensors]
             incoming += [(owner // each, x) for x in held[owner][1]]
-        if self.link is not None:
-            self.link.post(outgoing, incoming, what).wait()
-        for moves, fetch in fetches:
+        work = _Posted(link=None if self.link is None else self.link.post(outgoing, incoming, what))
+        # rows of this process are copied while those of others travel
+        for moves, fetch in sorted(fetches, key=lambda made: made[1].owner not in self.ranks):
+            if fetch.owner not in self.ranks:
+                work.wait(self.ranks[0])
             whole, sources = held[fetch.owner]
             rows = within(fetch.rows, whole)
             for (_, remote), source in zip(moves, sources, strict=True):
                 places = remote.narrow(1, fetch.at, fetch.num_rows).split([length for _, length in rows], 1)
                 for place, part in zip(places, _parts(source, rows), strict=True):
                     place.copy_(part)
-        return _Posted()
+        work.wait(self.ranks[0])
+        return work
 
     def _share(self, what: str) -> _Posted:
         del what
