@@ -3,8 +3,9 @@
 Note [Times]
     A time is the median over rounds. In a round every call has one turn: several calls back to back between two CUDA events,
     so that a machine that slows down slows all of them. A turn on a GPU begins with untimed calls, because clocks follow the
-    power drawn in the last tens of milliseconds, and a training step finds work in the queue of its device. Rounds are shuffled, so that no call always runs on the chip that another left
-    cool. A round is as slow as its slowest rank. On a CPU the host's clock replaces the events.
+    power drawn in the last tens of milliseconds, and a training step finds work in the queue of its device. Rounds are
+    shuffled, so that no call always runs on the chip that another left cool. A round is as slow as its slowest rank. On a CPU
+    the host's clock replaces the events.
     Plain calls show the host where it is slower than the device. A CUDA graph of several calls takes turns, too: its time
     has no host in it. A call that cannot be captured keeps its plain time, and the reason is reported.
 """
