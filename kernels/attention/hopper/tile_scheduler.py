@@ -92,6 +92,8 @@ SLACK = 0.02
 """Excess of the most loaded program over the mean that is left alone."""
 NEIGHBOURS = 8
 """Tiles of one head that run side by side in an ordered launch, if there are heads enough: each adds behind the one before."""
+LAG = 2
+"""Blocks that a tile of an ordered launch begins behind the one before it: under a window few tiles of a head run side by side."""
 LONG = 24_000
 """Blocks of a program, times the query heads of a group, from which the tiles of an ordered launch do not wait long for others of
 their head: then they all run side by side, and share what they stream in the level-two cache."""
@@ -239,10 +241,11 @@ def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
     index = tile if shared else tile + head // shape.heads * per_batch
     count = blocks[index]
     groups = max(1, min(heads, -(-heads * shape.streamed_bytes // L2_BYTES)))
-    # the blocks of a tile come once for each head of the group
-    if shape.ordered and int(count.sum()) * shape.repeats**2 < LONG * shape.programs:
-        groups = max(1, min(groups, heads * NEIGHBOURS // shape.programs))
     longest = int(count.max()) if count.numel() else 0
+    # the blocks of a tile come once for each head of the group
+    met, deepest = int(count.sum()) * shape.repeats // shape.programs, longest * shape.repeats
+    if shape.ordered and (met * shape.repeats < LONG or deepest < LAG * shape.programs):
+        groups = max(1, min(groups, heads * NEIGHBOURS // shape.programs))
     turn = head // -(-heads // groups)
     waits = isinstance(streamed, GatheredKeys) and len(streamed.sides) > 1 and 0 < longest <= SHORT
     if isinstance(stationary, GatheredKeys):

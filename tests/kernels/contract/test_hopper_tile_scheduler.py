@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from itertools import pairwise, product
 from threading import Barrier, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from ringattn.kernels.runtime.table_cache import find
 from ringattn.numerics.reference import visible_pairs
 from ringattn.plan.device_tables import gathered_key, stationary_side
 from ringattn.plan.layouts import contiguous, shard_len, zigzag
+from ringattn.plan.mask import short_mask
 from ringattn.plan.ring_plan import GatherPlan, make_gather_plan
 from ringattn.plan.ring_plan import make_plan as make_ring
 from tests.support.kernel_conformance import CASES, Case, make_side, positions_of
@@ -273,6 +275,31 @@ def test_turns_of_ordered_plans_follow_the_order_of_tiles(mask: TermMask, data: 
     plan = schedule_tiles(keys, queries, shape)
     ends = plan.tiles[:, 3] if plan.tiles.shape[0] else torch.full((plan.work.shape[0],), keys.lo.shape[1])
     assert_turns_follow_the_order_of_tiles(plan, shape, ends)
+
+
+@pytest.mark.parametrize(
+    ("options", "repeats", "programs", "expected"),
+    [
+        ({}, 4, 16, 1),  # long: side by side, the tiles of a head share what they stream
+        ({}, 4, 128, 16),  # few blocks for each of many programs, which would wait for turns
+        (
+            {"window": (100, 0)},
+            64,
+            256,
+            32,
+        ),  # as many blocks as in a long one, but tiles end before all programs could have begun
+    ],
+)
+def test_ordered_launches_stay_on_a_head_where_tiles_wait_little(
+    options: dict[str, Any], repeats: int, programs: int, expected: int
+) -> None:
+    mask = short_mask(8192, causal=True, **options)
+    shard = contiguous(8192, 1)[0]
+    keys, queries = (stationary_side(shard, mask, "cpu", axis) for axis in ("queries", "keys"))
+    shape = device_shape(heads=32, programs=programs, repeats=repeats, align=128, streamed_bytes=2**25, ordered=True)
+    plan = schedule_tiles(keys, queries, shape)
+    assert plan.work[:16, 0].unique().numel() == min(expected, 16)
+    assert plan.work[:32, 0].unique().numel() == expected
 
 
 def block_sides(tokens: int, share: float) -> tuple[RowMetadata, RowMetadata]:
