@@ -111,13 +111,16 @@ PRODUCTS: dict[str, Callable[[dict[str, int]], set[int]]] = {
 }
 
 
-SPILLS_OF_38 = {
-    "backward_64_64_every_feature": 8,
-    "backward_64_gathered_every_feature": 8,
-    "backward_64_terms_every_feature": 12,
-    "backward_128_softcap": 2,
+SPILLS = {
+    "3.7": {"backward_64_gathered": 2},
+    "3.8": {
+        "backward_64_64_every_feature": 8,
+        "backward_64_gathered_every_feature": 8,
+        "backward_64_terms_every_feature": 12,
+        "backward_128_softcap": 2,
+    },
 }
-"""Accesses to local memory in loops with products that Triton 3.8.0 makes where 3.6 and 3.7 make none, at most."""
+"""Accesses to local memory in loops with products, at most, by release of Triton; other releases make none."""
 
 
 def constants_of(report: Report) -> dict[str, int]:
@@ -134,7 +137,7 @@ def test_every_launch_fits_and_keeps_its_loops_in_registers(name: str):
     found = compile_or_say(CALLS[name])
     assert not isinstance(found, str), found
     assert any(report.products for report in found), found
-    spills = SPILLS_OF_38.get(name, 0) if triton.__version__.startswith("3.8.") else 0
+    spills = SPILLS.get(triton.__version__.rpartition(".")[0], {}).get(name, 0)
     for report in found:
         assert report.shared <= SHARED, str(report)
         assert not report.stale, f"{report}: {report.stale}"
