@@ -58,6 +58,8 @@ class _OnlySDPA(RedirectSDPA):
                 f"a module with redirected attention must call scaled_dot_product_attention, got {name}, which would attend to "
                 f"this rank's keys only; use {_OTHERS[name]}"
             )
+        # a call of ring attention itself, such as that of a RingMultiheadAttention
+        self.num_calls += getattr(func, "namespace", "") == "ringattn"
         return super().__torch_function__(func, types, args, kwargs)
 
 

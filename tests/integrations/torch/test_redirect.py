@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import Ring, checkpoint_contexts, redirect_sdpa, use_sharding
+from ringattn import Ring, checkpoint_contexts, redirect_sdpa, replace_multihead_attention, use_sharding
 from tests.support.pool import Pools
 
 FP64 = torch.float64
@@ -113,15 +113,25 @@ def test_copies_of_a_redirected_model_have_their_own_weights() -> None:
         assert model.blocks(x).any()
 
 
+class Multihead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True, dtype=FP64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_what_the_error_names_is_a_call_of_a_redirected_module() -> None:
+    model, x = Multihead(), torch.randn(1, 3, 16, dtype=FP64)
+    exact = model(x)
+    redirect_sdpa(model)
+    replace_multihead_attention(model)
+    with use_sharding(Ring().sharding(3)):
+        torch.testing.assert_close(model(x), exact)
+
+
 def test_models_that_attend_in_another_way_are_refused() -> None:
-    class Multihead(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(16, 2, batch_first=True, dtype=FP64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x, x, x, need_weights=False)[0]
-
     x = torch.ones(1, 3, 16, dtype=FP64)
     with use_sharding(Ring().sharding(3)):
         for model, error, message in (
