@@ -62,7 +62,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {float(loss):.5f} shared, {float(expected):.5f} one by one")
+            print(f"step {step}: loss {loss.item():.5f} shared, {expected.item():.5f} one by one")
     if dist.get_rank() == 0:
         print(f"{tree.starts[-1]} tokens per step instead of {ANSWERS * (PROMPT + ANSWER)}")
     dist.destroy_process_group()

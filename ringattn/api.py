@@ -70,7 +70,8 @@ def ring_attention(
         causal: Keys j <= i.
         window: (left, right): i - left <= j <= i + right, None for unbounded on a side. An int w is (w - 1, 0):
             the last w keys, as sliding-window models count.
-        prefix_len: With causal: keys j < prefix_len are visible to every row too.
+        prefix_len: With causal: keys j < prefix_len are visible to every row too. Beside a window give (left, None): a right
+            side of 0, and so an int, hides them.
         chunk_len: i // chunk_len == j // chunk_len.
         lengths: (start, stop) per batch element: rows and keys outside it see nothing and are not seen.
         mask: A mask of `ringattn.masks`, alone: causal, window, prefix_len, chunk_len and lengths are short forms of one. It is
