@@ -119,7 +119,12 @@ def resolve_window(window: int | Sequence[int | None] | None) -> tuple[int | Non
         return left, right
     if as_integer(window) is None:
         raise ValueError(f"window must be an int, (left, right) or None, got {window!r}; convert it first")
-    return resolve_width("window", window) - 1, 0
+    width = resolve_width("window", window)
+    if width < 1:
+        raise ValueError(
+            f"window must be at least 1 as an int, got {window}; it counts the row's own key, None is no window"
+        )
+    return width - 1, 0
 
 
 def resolve_chunk_len(chunk_len: int | None) -> int | None:

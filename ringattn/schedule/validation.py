@@ -89,7 +89,9 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tensors: Sc
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
     for name, x in given.items():
         if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {x.dtype}")
+            raise ValueError(
+                f"{name} must be floating point, got {x.dtype}; convert it, a bool mask to 0 where it shows and -inf elsewhere"
+            )
     _check_rows(q, k, spec)
     _check_shapes(q, k, v)
     b, s, h, _ = q.shape

@@ -67,6 +67,7 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     "alibi": ((Q, K, K), {"alibi_slopes": x(1)}, "alibi_slopes must"),
     "key_bias": ((Q, K, K), {"key_bias": x(2, 9)}, "key_bias must"),
     "bias": ((Q, K, K), {"bias": x(2, 3, 8, 8)}, "bias must"),
+    "a mask as bias": ((Q, K, K), {"bias": torch.ones(8, 8, dtype=torch.bool)}, "bias must .* bool mask to 0"),
     "scale": ((Q, K, K), {"softmax_scale": float("nan")}, "softmax_scale must"),
     "a scale that learns": (
         (Q, K, K),
