@@ -30,7 +30,7 @@ from ringattn.plan import expressions as masks
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.intervals import MOST_TERMS, Term, empty, merged
 from ringattn.plan.mask import MaskUnion, fold_mask, restarting_chunks
-from ringattn.plan.options import resolve_chunk_len, resolve_flag, resolve_real, resolve_window
+from ringattn.plan.options import resolve_chunk_len, resolve_flag, resolve_real, resolve_window, resolve_word
 from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.validation import check_latents, check_softcap
 from ringattn.tensor_checks import check_tensor
@@ -192,7 +192,7 @@ def attend(
         ValueError: A shape, dtype, device or option is inconsistent, something requires gradients, the batch is out of date, or
             ranks differ. Nothing is stored or sent then. It is raised on every rank wherever ranks compare (Note [When ranks
             compare] of consistency.py); elsewhere the others time out.
-        TypeError: An argument is not a tensor, or the layer no integer.
+        TypeError: An argument is not a tensor, the layer no integer, or the step no batch.
         NotImplementedError: No kernel supports the call, or a tensor is of a subclass with its own meaning.
         RuntimeError: A transfer failed or timed out.
 
@@ -290,6 +290,8 @@ def _resolve(
     kv_access: str,
 ) -> Tensor:
     """Resolve the options of a call, and run it."""
+    if not isinstance(step, ForwardBatch):
+        raise TypeError(f"step must be a batch of PagedKVCache.extend, got {type(step).__name__}; pass what it returns")
     run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
     try:
         for name, x in zip(given._fields, given, strict=True):
@@ -302,6 +304,8 @@ def _resolve(
             mask = fold_mask(causal=causal, window=window, chunk_len=chunk_len)
         elif window is not None or chunk_len is not None:
             raise ValueError("mask must come without window and chunk_len, got both; intersect it with masks.window")
+        comm_mode = resolve_word("comm_mode", comm_mode, prefill.COMM_MODES)
+        kv_access = resolve_word("kv_access", kv_access, KV_ACCESS_MODES)
         options = _Options(masks.check_mask(mask), scale, softcap, comm_mode, kv_access)
     except Exception as error:
         step.cache.ring.raise_on_all_ranks(error)
@@ -632,14 +636,6 @@ def _check_tensors(step: ForwardBatch, q: Tensor, tensors: ScoreTensors, hk: int
 
 def _check_options(options: _Options, dtype: torch.dtype) -> None:
     check_softcap(options.softcap, dtype)
-    if options.comm_mode not in prefill.COMM_MODES:
-        raise ValueError(
-            f"comm_mode must be one of {', '.join(prefill.COMM_MODES)}, got {options.comm_mode!r}; 'auto' sends what is fewer bytes"
-        )
-    if options.kv_access not in KV_ACCESS_MODES:
-        raise ValueError(
-            f"kv_access must be one of {', '.join(KV_ACCESS_MODES)}, got {options.kv_access!r}; 'auto' takes what is faster"
-        )
     if options.kv_access == "pages" and options.comm_mode == "keys":
         raise ValueError(
             "comm_mode must be 'queries' or 'auto' with kv_access='pages', got 'keys', which are copied "

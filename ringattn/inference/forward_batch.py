@@ -29,7 +29,9 @@ from ringattn.kernels.decode.dispatch import PageTable
 from ringattn.plan.expressions import Causal, Mask
 from ringattn.plan.layouts import Run, Shard
 from ringattn.plan.mask import fold_mask
+from ringattn.plan.options import resolve_integer
 from ringattn.plan.sharding import Sharding, positions_of
+from ringattn.tensor_checks import check_tensor
 
 MAX_DECODE_TOKENS = 16
 """Maximum number of new tokens per request in a decode batch."""
@@ -127,8 +129,23 @@ class ForwardBatch:
         Args:
             tokens: All new tokens: for a packed prefill one request after another in `dim`, else one request per batch element.
             dim: Dimension of the tokens.
+
+        Raises:
+            ValueError: There are more or fewer tokens in `dim`, or the tensor is not dense.
+            TypeError: tokens is not a tensor, or dim no integer.
+            NotImplementedError: The tensor is of a subclass with its own meaning.
         """
-        return tokens if self.mode == "decode" else tokens.index_select(dim, self.taken.to(tokens.device))
+        with self.cache.ring.propagate_errors():
+            check_tensor("tokens", tokens)
+            if self.mode == "decode":
+                return tokens
+            dim, new = resolve_integer("dim", dim), sum(self.counts if self.batch == 1 else self.counts[:1])
+            if not -tokens.dim() <= dim < tokens.dim() or tokens.shape[dim] != new:
+                raise ValueError(
+                    f"tokens must be the {new} new tokens of the batch in dim {dim}, got shape {tuple(tokens.shape)}; "
+                    "pass those that extend was told of, and no others"
+                )
+        return tokens.index_select(dim, self.taken.to(tokens.device))
 
     def taken_by_rank(self) -> list[Tensor]:
         """Return which of the new tokens each rank computes in a prefill, as `taken`, on the CPU."""

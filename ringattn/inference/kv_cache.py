@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import index
+from inspect import signature
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -15,7 +15,9 @@ from ringattn.inference.forward_batch import MAX_DECODE_TOKENS, ForwardBatch, ma
 from ringattn.inference.kv_pool import KVPool
 from ringattn.inference.page_allocator import CacheFull, PageAllocator
 from ringattn.inference.static_batch import StaticBatch
+from ringattn.plan.options import resolve_flag, resolve_integer, resolve_integers, resolve_size, resolve_word
 
+_MODES = ("auto", "prefill", "decode")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -23,14 +25,18 @@ R = TypeVar("R")
 def _collective(method: Callable[Concatenate[PageAllocator, P], R]) -> Callable[Concatenate[PagedKVCache, P], R]:
     """Return a method of the allocator as one of the cache, whose errors are raised on the other ranks too."""
     allocate: Callable[..., R] = method
+    takes = signature(method)
+    optional = {name for name, one in takes.parameters.items() if one.default is None}
 
-    def whole(x: Any) -> Any:
-        return None if x is None else index(x)
+    def resolve(name: str, x: Any) -> Any:
+        return None if x is None and name in optional else resolve_integer(name, x)
 
     @functools.wraps(method)
     def call(self: PagedKVCache, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._propagate_errors():
-            return allocate(self.allocator, *map(whole, args), **{name: whole(x) for name, x in kwargs.items()})
+            given = takes.bind(self.allocator, *args, **kwargs).arguments
+            allocator = given.pop("self")
+            return allocate(allocator, **{name: resolve(name, x) for name, x in given.items()})
 
     return call
 
@@ -64,7 +70,7 @@ class PagedKVCache(KVPool):
     Raises:
         ValueError: A size is out of range, latent comes with sizes of heads, a dtype is not supported, memory is missing, or
             another rank raises or makes another cache. Raised on every rank.
-        TypeError: A size is missing, or an argument is unknown.
+        TypeError: A size is missing or no integer, or an argument is unknown.
         NotImplementedError: kv_dtype is neither dtype nor float8_e4m3fn, or that with float64.
 
     Example:
@@ -104,11 +110,11 @@ class PagedKVCache(KVPool):
     def add_batch(self, reserve: int, firsts: Iterable[int]) -> list[int]:
         """Add requests that are extended together, `firsts` may be a tensor; see `PageAllocator.add_batch`."""
         with self._propagate_errors():
-            return self.allocator.add_batch(index(reserve), list(map(index, firsts)))
+            return self.allocator.add_batch(resolve_integer("reserve", reserve), resolve_integers("firsts", firsts))
 
     def length(self, request: int) -> int:
         """Tokens of a request."""
-        return self.allocator.length(request)
+        return self.allocator.length(resolve_integer("request", request))
 
     def reorder(self, requests: Sequence[int], index: Sequence[int]) -> None:
         """Replace request i of a batch by request index[i], for beam search; copies at most one page per request, in stream order.
@@ -117,8 +123,10 @@ class PagedKVCache(KVPool):
 
         Raises:
             ValueError: A request is unknown or was not extended with the others, or index does not name one for each.
+            TypeError: A number is no integer.
         """
         with self._propagate_errors():
+            requests, index = resolve_integers("requests", requests), resolve_integers("index", index)
             here, pages = self.ring.hosted, self.allocator.pages
             moves = [move for move in self.allocator.reorder(requests, index) if move.rank in here]
         if not moves:
@@ -157,16 +165,17 @@ class PagedKVCache(KVPool):
         Raises:
             ValueError: A request is unknown, occurs twice, or would exceed its reservation; decode has unequal or too many new
                 tokens; or `into` is too small.
+            TypeError: A request or count is no integer, or `into` no static batch.
             NotImplementedError: Prefill of requests that cannot be computed together; the message names the alternative.
             CacheFull: With same_length: ranks do not have a free page for each of the requests.
         """
         with self._propagate_errors():
-            # elements of a tensor would be kept as tensors on the device
-            requests, counts = list(map(index, requests)), list(map(index, counts))
+            requests, counts = resolve_integers("requests", requests), resolve_integers("counts", counts)
+            mode, same_length = resolve_word("mode", mode, _MODES), resolve_flag("same_length", same_length)
+            if into is not None and not isinstance(into, StaticBatch):
+                raise TypeError(f"into must be a StaticBatch, got {type(into).__name__}; make it with static_batch")
             packed = into is not None and into.pieces is not None
             few = packed or (len(set(counts)) == 1 and 1 <= counts[0] <= MAX_DECODE_TOKENS)
-            if mode not in ("auto", "prefill", "decode"):
-                raise ValueError(f"mode must be 'auto', 'prefill' or 'decode', got {mode!r}; leave it out for 'auto'")
             if mode == "decode" and not few:
                 raise ValueError(
                     f"decode must bring the same number of new tokens for each request, at most {MAX_DECODE_TOKENS}, got "
@@ -217,9 +226,9 @@ class PagedKVCache(KVPool):
 
         Raises:
             ValueError: A number is out of range.
+            TypeError: A number is no integer.
             NotImplementedError: The ring has virtual ranks.
         """
-        numbers = {"batch": batch, "max_tokens": max_tokens, "max_blocks": 1 if max_blocks is None else max_blocks}
         if self.ring.is_virtual:
             error = "a static batch must be of a ring without virtual ranks, which decode without graphs, got"
             self.ring.raise_on_all_ranks(
@@ -227,15 +236,13 @@ class PagedKVCache(KVPool):
             )
         # it may be written outside of inference mode
         with self._propagate_errors(), torch.inference_mode(False):
-            for name, value in numbers.items():
-                if not 1 <= value <= MAX_REQUEST_TOKENS:
-                    raise ValueError(
-                        f"{name} must be from 1 to {MAX_REQUEST_TOKENS}, got {value}; give the largest that occurs"
-                    )
-            if not 1 <= new <= MAX_DECODE_TOKENS:
-                raise ValueError(f"new must be from 1 to {MAX_DECODE_TOKENS}, got {new}; more new tokens are a prefill")
-            most = -(-max_tokens // self.page_size) + 1 if max_blocks is None else max_blocks
-            return StaticBatch.make(self, batch, new, max_tokens, most, packed)
+            new, packed = resolve_size("new", new, MAX_DECODE_TOKENS), resolve_flag("packed", packed)
+            batch = resolve_size("batch", batch, MAX_REQUEST_TOKENS)
+            max_tokens = resolve_size("max_tokens", max_tokens, MAX_REQUEST_TOKENS)
+            if max_blocks is None:
+                max_blocks = -(-max_tokens // self.page_size) + 1
+            max_blocks = resolve_size("max_blocks", max_blocks, MAX_REQUEST_TOKENS)
+            return StaticBatch.make(self, batch, new, max_tokens, max_blocks, packed)
 
     def _place(self, requests: Sequence[int], counts: Sequence[int], mode: str, same_length: bool) -> None:
         """Check that the tokens can be computed together, and assign pages."""

@@ -21,7 +21,7 @@ from ringattn.inference.virtual_rank import VirtualRank
 from ringattn.kernels.decode.dispatch import select_decode_kernel
 from ringattn.kernels.kv import pages as rows
 from ringattn.kernels.registry import SelectedKernels
-from ringattn.plan.options import resolve_integer
+from ringattn.plan.options import resolve_integer, resolve_size
 from ringattn.ring import Ring
 from ringattn.tensor_checks import check_tensor
 
@@ -78,18 +78,18 @@ class KVPool:
         device: torch.device | str | None = None,
         **row: Unpack[RowSizes],
     ) -> None:
+        if not isinstance(ring, Ring):
+            raise TypeError(f"ring must be a Ring, got {ring!r}; make one with ringattn.Ring()")
+        self.ring, self.dtype, self.kv_dtype = ring, dtype, dtype if kv_dtype is None else kv_dtype
         with ring.propagate_errors():
-            if device is None:
-                device = "cuda" if torch.cuda.is_available() else "cpu"
-            device = torch.device(device)
-            if device.type == "cuda" and device.index is None:
-                device = torch.device("cuda", torch.cuda.current_device())
-        self.ring, self.page_size, self.device = ring, page_size, device
-        self.layers, self.dtype, self.kv_dtype = layers, dtype, dtype if kv_dtype is None else kv_dtype
-        with ring.propagate_errors():
+            self.device = device = _resolve_device(device)
             self.latent = row.get("latent")
             self.kv_heads, self.head_dim, self.v_head_dim = _resolve_row(row)
-            self._check_sizes(pages, memory)
+            self.layers = layers = resolve_size("layers", layers)
+            self.page_size = page_size = resolve_size("page_size", page_size)
+            pages = None if pages is None else resolve_size("pages", pages)
+            memory = None if memory is None else resolve_size("memory", memory)
+            self._check_memory(pages, memory)
             # a row of latents is stored once
             dims = (self.head_dim,) if self.latent else (self.head_dim, self.v_head_dim)
             scale = torch.float32.itemsize if self.is_quantised else 0
@@ -198,16 +198,7 @@ class KVPool:
             return None, None
         return self.k_scale[layer], self.v_scale[layer]
 
-    def _check_sizes(self, pages: int | None, memory: int | None) -> None:
-        sizes = {
-            "layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "v_head_dim": self.v_head_dim,
-            "page_size": self.page_size, "pages": 1 if pages is None else pages, "memory": 1 if memory is None else memory,
-        }  # fmt: skip
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {value}; give the sizes of the model and of the cache"
-                )
+    def _check_memory(self, pages: int | None, memory: int | None) -> None:
         if pages is not None and memory is not None:
             raise ValueError(
                 f"pages and memory must not both be given, got {pages} and {memory}; leave one of them out"
@@ -229,7 +220,7 @@ class KVPool:
             raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}; make the cache for all layers")
 
     def _check_tensor(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(x.shape) == shape and x.dtype == self.dtype and x.device == self.device and type(x) is Tensor:
+        if type(x) is Tensor and tuple(x.shape) == shape and x.dtype == self.dtype and x.device == self.device:
             if x.stride(-1) == 1 or shape[-1] == 1 or not x.numel():
                 return
             raise ValueError(f"{name} must have a contiguous last dim, got strides {x.stride()}; make it contiguous")
@@ -245,6 +236,20 @@ class KVPool:
             raise ValueError(f"{name} must be on the device of the cache, {self.device}, got {x.device}; move it there")
 
 
+def _resolve_device(device: torch.device | str | None) -> torch.device:
+    """Return the device of a cache, with its index."""
+    usable = torch.cuda.device_count()
+    try:
+        found = torch.device(("cuda" if usable else "cpu") if device is None else device)
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    if found.type == "cuda" and (found.index or 0) < usable:
+        return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    if found.type != "cpu":
+        raise ValueError(f"device must be 'cpu' or one of {usable} GPUs, got {device!r}; leave it out for the default")
+    return found
+
+
 def _resolve_row(row: RowSizes) -> tuple[int, int, int]:
     """Return kv_heads, head_dim and v_head_dim of the rows of a cache."""
     if unknown := row.keys() - RowSizes.__annotations__.keys():
@@ -255,7 +260,9 @@ def _resolve_row(row: RowSizes) -> tuple[int, int, int]:
         kv_heads, head_dim, v_head_dim = heads.values()
         if kv_heads is None or head_dim is None:
             raise TypeError(f"kv_heads and head_dim, or latent, must be given, got {row}; give the model's")
-        return kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim
+        heads["v_head_dim"] = head_dim if v_head_dim is None else v_head_dim
+        kv_heads, head_dim, v_head_dim = (resolve_size(name, x) for name, x in heads.items())
+        return kv_heads, head_dim, v_head_dim
     if given := [name for name, x in heads.items() if x is not None]:
         raise ValueError(f"{' and '.join(given)} must be left out with latent, which has one head, got {row}")
     if type(latent) is not tuple or len(latent) != 2 or not all(type(x) is int and x > 0 for x in latent):

@@ -25,6 +25,7 @@ from ringattn.inference.batch_metadata import BatchMetadata
 from ringattn.inference.block_table import CachedRequest
 from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.kv_pool import KVPool
+from ringattn.tensor_checks import check_tensor
 
 
 class StaticBatch(ForwardBatch):
@@ -104,7 +105,12 @@ class StaticBatch(ForwardBatch):
 
     def arrange(self, tokens: Tensor) -> Tensor:
         """Lay out all current tokens, one request after another, as the model's input `batch rows` on the CPU, padded by 0."""
+        check_tensor("tokens", tokens)
         new = self.tiles[1]
+        if tokens.numel() != sum(self.counts):
+            raise ValueError(
+                f"tokens must be the {sum(self.counts)} new ones of the batch, got {tokens.numel()}; pass one for each"
+            )
         found = tokens.new_zeros(self.batch * self.rows, device="cpu")
         at = 0
         for part in tokens.flatten().cpu().split(self.counts):

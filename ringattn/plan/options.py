@@ -57,6 +57,26 @@ def resolve_integer(name: str, number: Any, kind: str = "an integer") -> int:
     return found
 
 
+def resolve_integers(name: str, numbers: Any) -> list[int]:
+    """Return the integers of a sequence or tensor as Python's own."""
+    try:
+        found = list(numbers)
+    except TypeError:
+        raise TypeError(f"{name} must be a list of integers, got {numbers!r}; put one into a list") from None
+    if set(map(type, found)) <= {int}:
+        return found
+    return [resolve_integer(name, number, "of integers") for number in found]
+
+
+def resolve_size(name: str, number: Any, most: int | None = None) -> int:
+    """Return an integer of at least 1, and at most `most`, as Python's own."""
+    found = resolve_integer(name, number)
+    if found < 1 or (most is not None and found > most):
+        wanted = "at least 1" if most is None else f"from 1 to {most}"
+        raise ValueError(f"{name} must be {wanted}, got {number}; give a number that fits")
+    return found
+
+
 def resolve_flag(name: str, flag: Any) -> bool:
     """Return a flag as a bool; words are refused, because "no" would count as true."""
     if type(flag) is bool:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -251,9 +251,70 @@ def test_numbers_given_as_tensors_become_ints() -> None:
     cache.extend([one, other], [number(2)] * 2)
     kept = [cache.allocator.rank_spans(x) for x in (one, other)], [cache.length(x) for x in (one, other)]
     assert "tensor" not in repr((step.requests, step.counts, step.lengths, step.firsts, *kept))
-    counts: list[Any] = [1.5]
-    with pytest.raises(TypeError, match="'float' object"):
-        cache.extend([one], counts)
+
+
+@pytest.mark.parametrize("wrong", [1.5, "3", True, [2], torch.tensor([2, 3])])
+def test_what_is_no_integer_is_refused_by_its_name(wrong: Any) -> None:
+    cache = make()
+    request = cache.add_request(20)
+    step = cache.extend([request], [9], mode="prefill")
+    calls: dict[str, list[Callable[[], object]]] = {
+        "reserve": [lambda: cache.add_request(wrong), lambda: cache.add_batch(wrong, [0])],
+        "first": [lambda: cache.add_request(9, wrong), lambda: cache.set_padding(request, wrong)],
+        "firsts": [lambda: cache.add_batch(9, [wrong])],
+        "request": [lambda: cache.free(wrong), lambda: cache.fork(wrong), lambda: cache.length(wrong)],
+        "length": [lambda: cache.truncate(request, wrong), lambda: cache.fork(request, length=wrong)],
+        "requests": [lambda: cache.extend([wrong], [1]), lambda: cache.reorder([wrong], [0])],
+        "counts": [lambda: cache.extend([request], [wrong])],
+        "index": [lambda: cache.reorder([request], [wrong])],
+        "batch": [lambda: cache.static_batch(wrong, max_tokens=9)],
+        "new": [lambda: cache.static_batch(1, wrong, max_tokens=9)],
+        "max_tokens": [lambda: cache.static_batch(1, max_tokens=wrong)],
+        "max_blocks": [lambda: cache.static_batch(1, max_tokens=9, max_blocks=wrong)],
+        "dim": [lambda: step.take(torch.zeros(9, 9), wrong)],
+    }
+    for name in ("layers", "kv_heads", "head_dim", "v_head_dim", "pages", "page_size"):
+        calls[name] = [lambda name=name: make(**{name: wrong})]
+    calls["memory"] = [lambda: make(pages=None, memory=wrong)]
+    for name, those in calls.items():
+        for call in those:
+            with pytest.raises(TypeError, match=f"^{name} must be .* got "):
+                call()
+    assert cache.allocator.requests == (request,)
+    assert cache.length(request) == 9
+
+
+def test_arguments_of_other_types_are_refused_by_their_names() -> None:
+    cache, wrong = make(), cast("Any", [1, 2])
+    request = cache.add_request(20)
+    step, static = cache.extend([request], [9], mode="prefill"), cache.static_batch(1, max_tokens=20)
+    k, v = torch.zeros(1, 9, HEADS, D), torch.zeros(1, 9, HEADS, DV)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("ring must be a Ring", lambda: PagedKVCache(wrong, layers=1, dtype=torch.float32, pages=1)),
+        ("device must be", lambda: make(device="gpu")),
+        ("device must be", lambda: make(device=1.5)),
+        ("device must be", lambda: make(device="cuda:99")),
+        ("firsts must be", lambda: cache.add_batch(9, cast("Any", 1))),
+        ("requests must be", lambda: cache.extend(cast("Any", request), [1])),
+        ("counts must be", lambda: cache.extend([request], cast("Any", 1))),
+        ("into must be", lambda: cache.extend([request], [1], into=wrong)),
+        ("same_length must be", lambda: cache.extend([request], [1], same_length=wrong)),
+        ("packed must be", lambda: cache.static_batch(1, max_tokens=9, packed=wrong)),
+        ("tokens must be", lambda: step.take(wrong)),
+        ("tokens must be the 9 new tokens", lambda: step.take(k[:, 1:])),
+        ("tokens must be the 9 new tokens", lambda: step.take(torch.zeros(1, 12))),
+        ("tokens must be the 9 new tokens", lambda: step.take(torch.zeros(9))),
+        ("tokens must be", lambda: static.arrange(wrong)),
+        ("tokens must be the 0 new ones", lambda: static.arrange(torch.ones(1, dtype=torch.int64))),
+        ("k must be a tensor", lambda: step.put(0, wrong, v)),
+        ("step must be", lambda: attend(cast("Any", cache), 0, k, k, v)),
+        ("comm_mode must be", lambda: attend(step, 0, k, k, v, comm_mode=wrong)),
+        ("kv_access must be", lambda: attend(step, 0, k, k, v, kv_access=wrong)),
+    ]
+    for text, call in calls:
+        with pytest.raises((TypeError, ValueError), match=text):
+            call()
+    assert cache.length(request) == 9
 
 
 def test_reordered_requests_read_the_tokens_of_their_sources() -> None:
@@ -844,7 +905,7 @@ def test_caches_that_differ_are_refused_on_every_rank(pool: Pools) -> None:
         assert "a cache of keys and values must be the same on all ranks" in text
     here, there = pool(2).run(_differing, "head_dim")
     assert "ring rank 1 refused: ValueError: head_dim must be at least 1, got 0" in here
-    assert there == "head_dim must be at least 1, got 0; give the sizes of the model and of the cache"
+    assert there == "head_dim must be at least 1, got 0; give a number that fits"
 
 
 class Comparing:

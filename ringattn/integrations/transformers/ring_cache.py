@@ -49,6 +49,7 @@ from ringattn.integrations.transformers.support import (
     check_supported,
     inner_model,
 )
+from ringattn.plan.options import resolve_size
 from ringattn.ring import Ring
 from ringattn.tensor_checks import digest_bits
 
@@ -91,6 +92,7 @@ class RingCache(Cache):
         kv: The paged cache; None after the `with`, which frees its memory.
 
     Raises:
+        TypeError: A number is no integer.
         ValueError: A number is less than 1, max_tokens exceeds the learned positions of the model, memory is missing, or graphs
             are required where there can be none; raised on every rank.
         NotImplementedError: Tokens interact in some layers other than by attention, layers have keys of different sizes, the model
@@ -115,9 +117,8 @@ class RingCache(Cache):
     ) -> None:
         with ring.propagate_errors():
             check_supported(ring, "ring")
-            for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
-                if value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}")
+            max_tokens, batch = resolve_size("max_tokens", max_tokens), resolve_size("batch", batch)
+            page_size = resolve_size("page_size", page_size)
             model = inner_model(model)
             if model in SHARDED:
                 SHARDED[model].check_unchanged()
