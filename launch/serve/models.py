@@ -121,6 +121,7 @@ def load_model(args: ServeArgs, device: torch.device, rank: int = 0, ranks: int 
     template = None if args.chat_template is None else Path(args.chat_template).expanduser().read_text(encoding="utf-8")
     if tokenizer_place is not None:
         tokenizer: Tokenizer = PretrainedTokenizer(tokenizer_place, _stops(model), vocab, template)
+        tokenizer.check_template()
     elif template is not None:
         raise Refusal(f"chat_template must be left out for a model without a tokenizer, got {args.chat_template}")
     elif vocab >= ByteTokenizer.MIN_VOCAB:

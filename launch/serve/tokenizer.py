@@ -170,6 +170,20 @@ class PretrainedTokenizer:
             raise ChatTemplateError(f"messages must be such as the model's chat template takes, got: {error}") from None
         return self._encode(text, most, False)
 
+    def check_template(self) -> None:
+        """Raise ValueError for a chat template that does not parse; one that wants other messages than these is none."""
+        from jinja2 import TemplateSyntaxError
+
+        given = self.inner.chat_template or {}
+        for text in given.values() if isinstance(given, dict) else [given]:
+            try:
+                self.inner.apply_chat_template([{"role": "user", "content": ""}], chat_template=text, tokenize=False)
+            except TemplateSyntaxError as error:
+                what = f"the chat template must parse, got {error.message!r} in line {error.lineno}"
+                raise ValueError(f"{what}; mend it, or pass another one by --chat-template") from None
+            except Exception:
+                continue
+
     def template_reads(self, name: str) -> bool:
         """Return whether the chat template has a variable."""
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None

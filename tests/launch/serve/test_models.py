@@ -319,6 +319,17 @@ def test_a_template_of_a_file_and_its_variables(folder, tmp_path):
         opened("tiny", chat_template=str(path))
 
 
+def test_a_chat_template_that_does_not_parse_is_refused_at_the_start(folder, tmp_path):
+    path = tmp_path / "chat.jinja"
+    for wrong in ("{% for x in messages %}", "{{ messages | nofilter }}", "{{ messages[0 }}"):
+        path.write_text(f"\n{wrong}")
+        with pytest.raises(ValueError, match=r"the chat template must parse, got .* in line 2; mend it"):
+            opened(folder, chat_template=str(path))
+    # of one that parses, other messages may be wanted
+    path.write_text("{% generation %}{{ raise_exception('no system message') }}{% endgeneration %}")
+    opened(folder, chat_template=str(path))
+
+
 def test_defaults_of_sampling_come_from_the_checkpoint(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     said = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 7, "max_length": 9}
