@@ -5,6 +5,7 @@ Nothing that a request sends is executed or unpickled.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -12,7 +13,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ringattn.launch.serve.http.connections import limit_connections
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.http.fields import RequestError, ascii_only
 from ringattn.launch.serve.http.metrics import CONTENT_TYPE, Metrics
-from ringattn.launch.serve.messages import Settings
+from ringattn.launch.serve.messages import UNAVAILABLE, Settings
 from ringattn.launch.serve.tokenizer import Tokenizer
 
 PAGE = Path(__file__).with_name("page.html")
@@ -51,6 +52,7 @@ REFUSED_PATHS = {
     "/v1/responses": "only completions and chats are served; send /v1/chat/completions",
 }
 """Paths that users of other servers may ask for, and what to do instead."""
+END_S = 3  # seconds in which requests that are not with the engine must have been read when it ends
 OPEN_PATHS = ("/", "/health")  # paths that need no key: the page by itself shows nothing
 
 
@@ -71,9 +73,13 @@ class HeaderMiddleware:
     Args:
         args: Flags of access. A refused `Host` keeps out pages of other sites whose name resolves to this machine.
         paths: Paths that are counted by name.
+        closed: Returns the reason why the server has ended or will; requests that its end cuts off get it.
     """
 
-    def __init__(self, app: ASGIApp, args: ServeArgs, metrics: Metrics, paths: Sequence[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, args: ServeArgs, metrics: Metrics, paths: Sequence[str], closed: Callable[[], str | None]
+    ) -> None:
+        self._closed = closed
         self._app, self._metrics, self._paths, self._root = app, metrics, frozenset(paths), args.root_path
         self._key = None if args.api_key is None else args.api_key.encode()
         self._open = OPEN_PATHS if args.metrics_key else (*OPEN_PATHS, "/metrics")
@@ -94,13 +100,22 @@ class HeaderMiddleware:
         # a refused one is not sent back
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}".encode()
 
+        started = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal started
+            started = True
             if message["type"] == "http.response.start":
                 self._metrics.responses.labels(path, message["status"]).inc()
                 message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
             await send(message)
 
-        await (self._app if error is None else error_response(error))(scope, receive, send_with_id)
+        try:
+            await (self._app if error is None else error_response(error))(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # by uvicorn, END_S after the end of the engine
+            if started or (why := self._closed()) is None:
+                raise
+            await error_response(RequestError(503, why, code=UNAVAILABLE))(scope, receive, send_with_id)
 
     def _check(self, scope: Scope, path: str, headers: Mapping[bytes, bytes]) -> RequestError | None:
         names = [name for name, _ in scope["headers"]]
@@ -191,7 +206,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: Settings) -> 
         return HTMLResponse(page, headers=page_headers)
 
     paths = [path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))]
-    checked = HeaderMiddleware(app, settings.args, metrics, paths)
+    checked = HeaderMiddleware(app, settings.args, metrics, paths, lambda: client.closed)
     if not settings.args.allowed_origin:
         return checked
     # outside of the checks: a browser asks without the key first, and pages must be able to read refusals
@@ -224,7 +239,7 @@ def server_config(app: ASGIApp, args: ServeArgs, client: EngineClient) -> uvicor
         http=limit_connections(AutoHTTPProtocol, args.max_connections, client.health, args.root_path),
         log_level=args.log_level,
         access_log=args.access_log,
-        timeout_graceful_shutdown=3,
+        timeout_graceful_shutdown=END_S,
         server_header=False,
         ws="none",
     )
