@@ -98,7 +98,7 @@ class Engine:
             failed = [Event(request_id, failure=(503, why, UNAVAILABLE)) for request_id in sorted(self._open)]
             self._open.clear()
             self._state = {**self._state, "closed": why}
-        self.deliver(failed, self._state)
+            self.deliver(failed, self._state)
 
     def state(self) -> dict[str, Any]:
         """Return the state, at most STATE_S old."""
@@ -215,8 +215,10 @@ class Engine:
         with self._wake:
             events = [event for event in events if event.request_id in self._open]
             self._open.difference_update(event.request_id for event in events if event.last)
-        if events or state is not None:
-            self.deliver(events, state)
+            if state is not None:
+                state["closed"] = self.closed  # it may have failed since the state was read
+            if events or state is not None:
+                self.deliver(events, state)  # in the lock: nothing may follow what `fail` delivers
 
     def _update_state(self, force: bool = True) -> dict[str, Any] | None:
         """Update the state and return it; None while a busy engine's state is recent and still open."""

@@ -12,6 +12,7 @@ may notice late, or, on a GPU, not at all.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -27,6 +28,7 @@ from ringattn.launch.serve.messages import BEAT_S, Heartbeat, ToRank, decode_to_
 MAX_MESSAGE = 1024
 """Bytes of a message to rank 0, which gets process ids and heartbeats; the connection that sends more is closed."""
 LINGER_MS = 2000  # milliseconds in which a message that was sent may leave after its socket was closed
+CONFIRM_S = 3.0  # seconds in which a rank that lives is heard: three heartbeats
 CLOSING_S = 0.1  # seconds after which a thread of `RankLiveness` ends at the latest when its rank has ended
 
 _HEARTBEAT = encode(Heartbeat())
@@ -146,6 +148,7 @@ class RankLiveness:
         self._closing = threading.Event()
         self._expected = threading.Event()
         self._thread: threading.Thread | None = None
+        self._heard: dict[bytes, float] = {}  # on rank 0: time of the last message of each rank that is not lost
         if session.world_size == 1:
             return
         self._thread = threading.Thread(
@@ -160,6 +163,15 @@ class RankLiveness:
         """Declare that ranks which end from now on are not lost. Rank 0 calls it before it sends Stop."""
         self._expected.set()
 
+    def confirm(self) -> None:
+        """Wait on rank 0 until every other rank has been heard since this call, or its loss was told; CONFIRM_S at most.
+
+        A launcher that has lost a rank ends the others by a signal, which may come before the loss is noticed here.
+        """
+        began = time.monotonic()
+        while min([*self._heard.values()], default=math.inf) <= began > time.monotonic() - CONFIRM_S:
+            time.sleep(CLOSING_S)
+
     def close(self, timeout_s: float = 10.0) -> None:
         """End the thread; rank 0 waits at most timeout_s until the others have ended theirs, to which its end would be a loss."""
         self._expected.set()
@@ -171,13 +183,13 @@ class RankLiveness:
         """Receive heartbeats on rank 0, and send some, which raises if a rank is gone."""
         ended = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         events = poller(router, ended)
-        last_message = dict.fromkeys(connected, time.monotonic())
+        self._heard = dict.fromkeys(connected, time.monotonic())
         next_beat = 0.0
         while connected:
             ready = dict(events.poll(int(1000 * BEAT_S)))
             now = time.monotonic()
             while router.poll(0):
-                last_message[router.recv_multipart()[0]] = now
+                self._heard[router.recv_multipart()[0]] = now
             if ended not in ready and now < next_beat:
                 continue
             while ended.poll(0):
@@ -185,7 +197,7 @@ class RankLiveness:
             next_beat = now + BEAT_S
             for identity, name in list(connected.items()):
                 problem = None
-                if now - last_message[identity] > self._timeout:
+                if now - self._heard[identity] > self._timeout:
                     problem = f"has sent no heartbeat for {self._timeout:g} s"
                 try:
                     router.send_multipart([identity, _HEARTBEAT], zmq.NOBLOCK)
@@ -196,6 +208,7 @@ class RankLiveness:
                 if problem is not None:
                     del connected[identity]
                     self._lose(f"{name} {problem}")
+                    del self._heard[identity]
         router.disable_monitor()
         router.close()
 

@@ -275,6 +275,7 @@ def _serve(
     def stop_on_signals() -> None:
         while not ended.wait(0.1) and not engine.closed:
             if stops or session.orphaned:
+                liveness.confirm()
                 why = signal.Signals(stops[0]).name if stops else "the end of its launcher"
                 print(f"stopping after {why}: running requests have {args.grace:g} s to end", flush=True)
                 engine.stop(args.grace)

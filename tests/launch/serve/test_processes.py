@@ -29,6 +29,7 @@ from ringattn.launch.common.distributed import Session
 from ringattn.launch.serve import engine_server, run
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, requests_of
+from ringattn.launch.serve.http import app
 from ringattn.launch.serve.http.body_reader import NEAR_BYTES
 from ringattn.launch.serve.http.engine_client import ENGINE_GONE
 from ringattn.launch.serve.http.fields import RequestError
@@ -246,6 +247,41 @@ def test_requests_around_the_engines_stop_are_refused():
     assert event == Event(1, 65, "stop")
     assert (str(early), early.status, none) == ("the server is shutting down", 503, 0)
     assert (str(late), late.status, nothing) == ("the server is shutting down", 503, 0)
+
+
+@pytest.mark.parametrize("sent", [b"{", b'{"prompt": "a"}'])
+def test_requests_that_are_read_when_the_server_ends_get_its_reason(monkeypatch, sent):
+    monkeypatch.setattr(app, "END_S", 0.2)
+    tokenizer, ended = ByteTokenizer(), threading.Event()
+    monkeypatch.setattr(tokenizer, "encode", lambda *_: ended.wait(HANGS_S))  # of a whole body
+    with contextlib.ExitStack() as stack:
+        # the connection outlives the server
+        connection = socket.socket()
+        stack.enter_context(connection)
+        stack.callback(ended.set)
+        with FakeServer(FakeRunner(pages=8), tokenizer=tokenizer) as served:
+            connection.connect(("127.0.0.1", served.port))
+            head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {max(len(sent), 9)}\r\nExpect: 100-continue"
+            connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
+            assert connection.recv(1000).startswith(b"HTTP/1.1 100")  # it reads the body
+            connection.sendall(sent)
+            served.engine.fail("the server is going down: rank 1 is gone")
+        connection.settimeout(HANGS_S)
+        head, _, body = b"".join(iter(lambda: connection.recv(1000), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503")
+    error = json.loads(body)["error"]
+    assert (error["code"], error["message"]) == ("unavailable", "the server is going down: rank 1 is gone")
+
+
+def test_a_state_that_was_read_before_a_failure_does_not_hide_its_reason():
+    engine = make_engine(runner := FakeRunner(pages=8), Scheduler(runner.allocator, chunk=64, max_running=4))
+    told: list[Any] = []
+    engine.deliver = lambda _, state: told.append(state and state["closed"])
+    engine.stop(0.0)
+    state = engine._update_state()
+    engine.fail("the server is going down: rank 1 is gone")
+    engine._deliver([], state)
+    assert told == ["the server is going down: rank 1 is gone"] * 2
 
 
 # two processes

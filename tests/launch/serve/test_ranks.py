@@ -170,6 +170,18 @@ def test_a_rank_that_ends_is_lost_at_once_and_named():
     assert lost == [f"rank 1 (process {os.getpid()}) is gone"]
 
 
+def test_a_loss_before_a_signal_is_told_before_the_signal_counts():
+    """Regression: a launcher that had lost a rank sent SIGTERM, and clients read that the server was shutting down."""
+    lost: list[str] = []
+    first, dealer, _ = watch(2 * HANGS_S, lost)
+    confirmed = in_thread(lambda: first.confirm() or list(lost))
+    dealer.send(b"")
+    assert confirmed() == []
+    close_dealer(dealer)
+    first.confirm()
+    assert lost == [f"rank 1 (process {os.getpid()}) is gone"]
+
+
 def test_a_rank_that_sends_no_heartbeat_is_lost():
     lost: list[str] = []
     _, dealer, _ = watch(0.5, lost)
