@@ -119,10 +119,11 @@ class PagedKVCache(KVPool):
     def reorder(self, requests: Sequence[int], index: Sequence[int]) -> None:
         """Replace request i of a batch by request index[i], for beam search; copies at most one page per request, in stream order.
 
-        The requests must have been added by `add_batch`, and always extended and truncated together.
+        The requests must have been added by `add_batch`, always extended and truncated together, and not truncated to within
+        a page that they share since an earlier call.
 
         Raises:
-            ValueError: A request is unknown or was not extended with the others, or index does not name one for each.
+            ValueError: A request is unknown or was not extended with the others, they share a page in part, or index does not name one for each.
             TypeError: A number is no integer.
         """
         with self._propagate_errors():

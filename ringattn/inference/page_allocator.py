@@ -386,7 +386,8 @@ class PageAllocator:
         alone = not partial or all(self._users[rank][page] == 1 for rank, page, _ in ends)
         if not alone or len({rows for _, _, rows in ends}) > 1 or (found and not self.have_same_placement(requests)):
             raise ValueError(
-                f"requests must have been added and extended together to be reordered, got {list(requests)} that are not; "
+                "requests must have been added and extended together to be reordered, and share no page that truncating "
+                f"has left in part, got {list(requests)} that do not; "
                 "add them by add_batch, or fork one by one"
             )
         self.changes += 1
