@@ -577,7 +577,7 @@ def _mask_of_batch(step: ForwardBatch, mask: masks.Mask, total: int) -> masks.Ma
     if step.sharding is None or mask.bounds(None, None, None) is None:
         return mask
     documents, stop = step.sharding.documents, step.lengths[0]
-    lengths = tuple((first, stop) for first in step.firsts) if any(step.firsts) else None
+    lengths = tuple((min(first, stop), stop) for first in step.firsts) if any(step.firsts) else None
     parts: list[masks.Mask] = []
     for part in mask.parts if isinstance(mask, masks.Intersection) else (mask,):
         if isinstance(part, masks.Chunks):

@@ -828,3 +828,26 @@ def test_decode_shows_any_number_of_sink_tokens() -> None:
         step, mask = cache.extend([request], [1]), masks.causal() & (masks.sinks(sink_len) | masks.window(3))
         found.append(attend(step, 0, x[:, 39:], x[:, 39:], x[:, 39:], mask=mask))
     assert all(torch.equal(o, found[0]) for o in found)
+
+
+@pytest.mark.parametrize("kv_access", ["copies", "pages"])
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"chunk_len": 3}])
+def test_a_chunk_may_end_within_the_padding(kv_access: str, options: dict[str, Any]) -> None:
+    """Regression: such a prefill was refused by the name of a mask that nobody had given, while decode took it."""
+    q, k, v = (torch.randn(2, 9, heads, 16, generator=torch.Generator().manual_seed(7)) for heads in (4, 2, 2))
+    found = []
+    for chunks in ((2, 7), (2, 1, 6)):
+        cache = PagedKVCache(
+            Ring(), layers=1, kv_heads=2, head_dim=16, dtype=torch.float32, pages=8, page_size=4, device="cpu"
+        )
+        requests, rows = cache.add_batch(9, [5, 0]), []
+        for n in chunks:
+            step = cache.extend(requests, [n] * 2, mode="prefill", same_length=True)
+            new = slice(step.lengths[0] - n, step.lengths[0])
+            rows.append(attend(step, 0, q[:, new], k[:, new], v[:, new], kv_access=kv_access, **options))
+        found.append(torch.cat(rows, 1))
+    assert not found[0][0, :2].any()
+    # behind the padding each row is that of a request without it
+    exact = attention_reference(q[:1, 5:], k[:1, 5:], v[:1, 5:], causal=True, **options)
+    assert torch.allclose(found[0][:1, 5:], exact, atol=1e-6)
+    assert torch.allclose(found[1], found[0], atol=1e-6)
