@@ -29,6 +29,7 @@ TIME_NAMES = {
     "offload_exposed": "offload, exposed",
     "matmul": "matrix products",
 }
+OF_TRAINING = ("recompute", "offload", "mlp_rows", "chunked_loss")  # flags
 FEW = 10  # meshes in the table without --all
 
 
@@ -99,8 +100,17 @@ def read_documents(path: Path, tokens: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(bounds))
 
 
+def check_left_out(args: PlanArgs, names: Sequence[str], where: str, why: str) -> None:
+    """Raise ValueError for a flag that was given, of those that mean nothing there."""
+    for name in names:
+        if (given := getattr(args, name)) != getattr(PlanArgs, name):
+            raise ValueError(f"{name} must be left out {where}, got {given}; {why}")
+
+
 def options_of(args: PlanArgs) -> dict[str, Any]:
     """Return the arguments of `estimate`."""
+    if args.mode == "serve":
+        check_left_out(args, OF_TRAINING, "when serving", "nothing is kept for a backward")
     tokens = read_count(args.tokens)
     names = ("model", "gpus", "gpus_per_node", "gpu", "mode", "batch", "window")
     return {name: getattr(args, name) for name in names} | {
@@ -184,9 +194,7 @@ def _show_best(job: Job, best: MeshEstimate, step: str) -> None:
 
 def show_attention(args: PlanArgs) -> dict[str, Any]:
     """Print and return one attention on a ring of all GPUs, by schedule."""
-    for name in ("mode", "recompute", "offload", "mlp_rows", "chunked_loss", "picture"):
-        if (given := getattr(args, name)) != getattr(PlanArgs, name):
-            raise ValueError(f"{name} must come with --model, got {given} for one attention; leave it out")
+    check_left_out(args, ("mode", *OF_TRAINING, "picture"), "for one attention", "pass --model to plan a job")
     check_nodes(args.gpus, args.gpus_per_node)
     tokens, profile = read_count(args.tokens), with_link(load_profile(args.gpu), args.link)
     nodes = max(1, args.gpus // args.gpus_per_node)

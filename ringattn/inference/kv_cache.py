@@ -123,7 +123,8 @@ class PagedKVCache(KVPool):
         a page that they share since an earlier call.
 
         Raises:
-            ValueError: A request is unknown or was not extended with the others, they share a page in part, or index does not name one for each.
+            ValueError: A request is unknown, was not extended with the others or shares a page in part with them, or index does not
+                name one for each.
             TypeError: A number is no integer.
         """
         with self._propagate_errors():

@@ -141,9 +141,7 @@ def resolve_window(window: int | Sequence[int | None] | None) -> tuple[int | Non
         raise ValueError(f"window must be an int, (left, right) or None, got {window!r}; convert it first")
     width = resolve_width("window", window)
     if width < 1:
-        raise ValueError(
-            f"window must be at least 1 as an int, got {window}; it counts the row's own key, None is no window"
-        )
+        raise ValueError(f"window must be at least 1, got {window}; an int counts the row's own key, None is no window")
     return width - 1, 0
 
 

@@ -235,7 +235,7 @@ def estimate(
     if recompute is not None and recompute not in RECOMPUTE:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}; None tries all")
     if recompute is not None and mode == "serve":
-        raise ValueError(f"recompute must be None when serving, got {recompute!r}; nothing is kept for a backward")
+        raise ValueError(f"recompute must be left out when serving, got {recompute!r}; nothing is kept for a backward")
     if savings != NO_OFFLOAD and mode == "serve":
         raise ValueError(f"savings must be left out when serving, got {savings}; nothing is kept for a backward")
     if savings.offload and recompute == "none":

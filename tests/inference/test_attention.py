@@ -221,7 +221,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no softcap": ({"softcap": None}, "softcap must be a number, got None"),
     "a word as flag": ({"causal": "no"}, "causal must be True or False, got 'no'"),
     "window": ({"window": (-1, 0)}, "window must have sides of at least 0 or None"),
-    "int window": ({"window": 0}, "window must be at least 1 as an int, got 0"),
+    "int window": ({"window": 0}, "window must be at least 1, got 0"),
     "a flag as window": ({"window": True}, r"window must be an int, \(left, right\) or None, got True"),
     "fractions of a window": ({"window": (1.5, 0)}, r"window must be of integers, got \(1.5, 0\)"),
     "chunks": ({"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),

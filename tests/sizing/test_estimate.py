@@ -203,7 +203,7 @@ def test_experts_that_every_token_uses_are_counted():
         ("recompute must be selective or full with offload", {"savings": Savings(offload="all"), "recompute": "none"}),
         ("documents must be boundaries", {"documents": (0, 5)}),
         ("batch must be at least 1, got 0", {"batch": 0}),
-        ("recompute must be None when serving, got 'full'", {"mode": "serve", "recompute": "full"}),
+        ("recompute must be left out when serving, got 'full'", {"mode": "serve", "recompute": "full"}),
         (
             "layer_types must be among .*, got linear_attention",
             {"model": LLAMA | {"layer_types": ["linear_attention"]}},
