@@ -748,6 +748,12 @@ def _resolve_members(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
     return group
 
 
+def check_ring(ring: Any) -> None:
+    """Raise TypeError for what is no Ring: it has no ranks on which an error could be raised."""
+    if not isinstance(ring, Ring):
+        raise TypeError(f"ring must be a Ring, got {type(ring).__name__}; make one with ringattn.Ring()")
+
+
 def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Describe tensors without their row counts, which differ by rank: dim 1 of `b s h d`, `b t c` and `b t`, dim 2 of bias."""
     result: list[Any] = []

@@ -22,7 +22,7 @@ from ringattn.kernels.decode.dispatch import select_decode_kernel
 from ringattn.kernels.kv import pages as rows
 from ringattn.kernels.registry import SelectedKernels
 from ringattn.plan.options import resolve_integer, resolve_size
-from ringattn.ring import Ring
+from ringattn.ring import Ring, check_ring
 from ringattn.tensor_checks import check_tensor
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ class KVPool:
         device: torch.device | str | None = None,
         **row: Unpack[RowSizes],
     ) -> None:
-        if not isinstance(ring, Ring):
-            raise TypeError(f"ring must be a Ring, got {ring!r}; make one with ringattn.Ring()")
+        check_ring(ring)
         self.ring, self.dtype, self.kv_dtype = ring, dtype, dtype if kv_dtype is None else kv_dtype
         with ring.propagate_errors():
             self.device = device = _resolve_device(device)

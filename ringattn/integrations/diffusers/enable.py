@@ -20,7 +20,7 @@ from ringattn.integrations.diffusers.hooks import (
     SegmentShardings,
     check_supported,
 )
-from ringattn.ring import Ring
+from ringattn.ring import Ring, check_ring
 from ringattn.sharding_context import checkpoint_contexts
 
 _HOOKS = ("ringattn_cut", "ringattn_attention", "ringattn_gather", "ringattn")
@@ -51,8 +51,7 @@ def enable_ring(transformer: nn.Module, ring: Ring, *, spec: DenoiserSpec | None
             a copy of the one on the ring, or has another last module.
         TypeError: ring is no Ring, or transformer no module.
     """
-    if not isinstance(ring, Ring):
-        raise TypeError(f"ring must be a ringattn.Ring, got {type(ring).__name__}; make one with ringattn.Ring()")
+    check_ring(ring)
     with ring.propagate_errors():
         if not isinstance(transformer, nn.Module):
             raise TypeError(f"transformer must be a module, got {type(transformer).__name__}; pass pipe.transformer")

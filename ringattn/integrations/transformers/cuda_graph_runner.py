@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from ringattn.inference import PagedKVCache, StaticBatch
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.integrations.transformers.model_forward import describe_error, forward_step, rms_difference
+from ringattn.plan.options import resolve_flag
 from ringattn.transport.timeout import EventPair
 
 LEAST_BLOCKS = 1024
@@ -61,6 +62,7 @@ class CaptureError(RuntimeError):
     """A call cannot be captured; the message says why."""
 
 
+@runtime_checkable
 class GraphCapturer(Protocol):
     """Captures a call so that it can be replayed at the same addresses."""
 
@@ -187,8 +189,10 @@ def select_capturer(graphs: bool | GraphCapturer | None, model: nn.Module, cache
     graphs: True: CUDA graphs, or an error; False: none; None: CUDA graphs on GPUs where they are possible, with a warning where
     not; or a capturer to use.
     """
-    if graphs is False or not isinstance(graphs, bool | None):
-        return None if graphs is False else graphs
+    if isinstance(graphs, GraphCapturer):
+        return graphs
+    if graphs is not None and not resolve_flag("graphs", graphs):
+        return None
     if graphs is None and cache.device.type != "cuda":
         return None
     why = capture_obstacle(model, cache)

@@ -50,7 +50,7 @@ from ringattn.integrations.transformers.support import (
     inner_model,
 )
 from ringattn.plan.options import resolve_size
-from ringattn.ring import Ring
+from ringattn.ring import Ring, check_ring
 from ringattn.tensor_checks import digest_bits
 
 CROPS_BY_COUNT = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
@@ -92,7 +92,7 @@ class RingCache(Cache):
         kv: The paged cache; None after the `with`, which frees its memory.
 
     Raises:
-        TypeError: A number is no integer.
+        TypeError: ring is no Ring, or a number no integer.
         ValueError: A number is less than 1, max_tokens exceeds the learned positions of the model, memory is missing, or graphs
             are required where there can be none; raised on every rank.
         NotImplementedError: Tokens interact in some layers other than by attention, layers have keys of different sizes, the model
@@ -115,6 +115,7 @@ class RingCache(Cache):
         kv_dtype: torch.dtype | None = None,
         graphs: bool | GraphCapturer | None = None,
     ) -> None:
+        check_ring(ring)
         with ring.propagate_errors():
             check_supported(ring, "ring")
             max_tokens, batch = resolve_size("max_tokens", max_tokens), resolve_size("batch", batch)

@@ -974,6 +974,15 @@ def test_sizes_of_a_cache_are_at_least_one(given: dict[str, int]) -> None:
         RingCache(make("llama", "ringattn"), Ring(), **given)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    "given", [{"ring": None}, {"max_tokens": 1.5}, {"batch": True}, {"page_size": "4"}, {"graphs": "no"}]
+)
+def test_arguments_of_a_cache_are_of_their_types(given: dict[str, Any]) -> None:
+    """Regression: batch=True was a batch of one, and graphs="no" a capturer."""
+    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(given))} must be .* got "):
+        RingCache(make("llama", "ringattn"), **{"ring": Ring(), "max_tokens": 4, **given})
+
+
 def differential() -> list[list[int]] | str:
     """Answers of a model whose layers attend twice, with other values each time."""
     register()
