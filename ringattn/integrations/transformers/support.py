@@ -126,6 +126,16 @@ class GenerateCall:
         return clocks[0] if clocks else self.option("max_time")
 
     @property
+    def ring_assistant(self) -> str | None:
+        """The class of an assistant that attends around the ring."""
+        assistant = self.kwargs.get("assistant_model")
+        return (
+            type(assistant).__name__
+            if assistant is not None and assistant.config._attn_implementation == NAME
+            else None
+        )
+
+    @property
     def new_sequences(self) -> int | None:
         """Length of whole sequences if they are given; None for new tokens alone, with a mask of all."""
         named = (self.kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs"))
@@ -481,6 +491,13 @@ TABLE = (
         lambda call: None if (scale := call.option("guidance_scale")) in (None, 1) else scale,
         "guidance_scale must be left out with a RingCache, got {got}: its second cache would be one of "
         "transformers; generate on one process with attn_implementation='sdpa'",
+    ),
+    Unsupported(
+        "generate",
+        lambda call: call.ring_assistant if call.ranks > 1 else None,
+        "assistant_model must not attend with ringattn among {subject.ranks} ranks, which each run it on whole sequences, got a "
+        "{got}; call assistant_model.set_attn_implementation('sdpa')",
+        ValueError,
     ),
     Unsupported(
         "generate",

@@ -365,9 +365,9 @@ def test_a_model_answers_as_before_after_a_generation_however_it_ended(pool: Poo
 
 
 def refused_generation(rank_of_mistakes: int) -> dict[str, str]:
-    """Errors for drafts by early exit, and for a prompt without new tokens."""
+    """Errors for drafts by early exit, an assistant that would share its rows, and a prompt without new tokens."""
     found = {}
-    for name in ("early", "again"):
+    for name in ("early", "again", *(["assistant"] if Ring().world_size > 1 else [])):
         model = make("llama", "ringattn", torch.float32).eval()
         wrong = rank_of_mistakes in (-1, Ring().rank)
         with torch.no_grad(), RingCache(model, Ring(), max_tokens=64) as cache:
@@ -375,7 +375,11 @@ def refused_generation(rank_of_mistakes: int) -> dict[str, str]:
                 model(tokens(20), past_key_values=cache)
             # whatever is computed from here on is too much
             model.get_input_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
-            mistake: dict[str, Any] = {"assistant_early_exit": 1} if wrong and name == "early" else {}
+            mistakes: dict[str, dict[str, Any]] = {
+                "early": {"assistant_early_exit": 1},
+                "assistant": {"assistant_model": make("llama", "ringattn", torch.float32).eval()},
+            }
+            mistake = mistakes.get(name, {}) if wrong else {}
             length = 20 if wrong or name != "again" else 21
             try:
                 model.generate(tokens(length), **GREEDY, **mistake, past_key_values=cache)
@@ -386,14 +390,15 @@ def refused_generation(rank_of_mistakes: int) -> dict[str, str]:
 
 UNUSABLE = {
     "early": "NotImplementedError: assistant_early_exit must be left out with a RingCache, got 1; ",
+    "assistant": "ValueError: assistant_model must not attend with ringattn among 2 ranks, which each run it on whole sequences, ",
     "again": "ValueError: sequences must be longer than the 20 tokens that the cache has, got 20; ",
 }
 
 
 def test_unsupported_generation_is_refused_on_every_rank_before_anything_is_computed(pool: Pools) -> None:
     found = refused_generation(-1)
-    for name, told in UNUSABLE.items():
-        assert found[name].startswith(told), name
+    for name, said in found.items():
+        assert said.startswith(UNUSABLE[name]), name
     for rank, found in enumerate(pool(2).run(refused_generation, 1)):
         for name, told in UNUSABLE.items():
             assert found[name].startswith(told if rank == 1 else f"ValueError: ring rank 1 refused: {told}"), name
