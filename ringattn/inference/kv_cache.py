@@ -173,7 +173,8 @@ class PagedKVCache(KVPool):
         """
         with self._propagate_errors():
             requests, counts = resolve_integers("requests", requests), resolve_integers("counts", counts)
-            mode, same_length = resolve_word("mode", mode, _MODES), resolve_flag("same_length", same_length)
+            resolve_word("mode", mode, _MODES)
+            same_length = resolve_flag("same_length", same_length)
             if into is not None and not isinstance(into, StaticBatch):
                 raise TypeError(f"into must be a StaticBatch, got {type(into).__name__}; make it with static_batch")
             packed = into is not None and into.pieces is not None
