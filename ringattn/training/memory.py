@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -35,16 +37,15 @@ def save_memory_(
     Raises:
         ValueError: An option is wrong; see the two functions.
         NotImplementedError: The model has no list of layers, or a layer has no MLP of one tensor; or MLPs by chunks are asked for
-            where the model returns the logits of its routers.
+            where the model, or in use a call of it, returns the logits of its routers.
     """
     layers = decoder_layers(model) if recompute != "none" or offload is not False or mlp_rows is not None else []
     if mlp_rows is not None:
-        configs = (getattr(module, "config", None) for module in model.modules())
-        if any(getattr(config, "output_router_logits", False) for config in configs):
-            raise NotImplementedError(
-                "MLPs by chunks of rows must be those of a model that returns no logits of its routers, which would be those of a "
-                "chunk, without a gradient; got output_router_logits=True: set it to False in model.config, or drop mlp_rows"
-            )
+        for module in model.modules():
+            asked = getattr(getattr(module, "config", None), "output_router_logits", False)
+            _check_routers(module, (), {"output_router_logits": asked})
+            if layers[0] in module.modules():
+                module.register_forward_pre_hook(_check_routers, with_kwargs=True)
         chunk_rows_([_mlp_of(layer) for layer in layers], mlp_rows)
     return checkpoint_layers_(layers, recompute, offload=offload)
 
@@ -62,6 +63,16 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
             "checkpoint_layers_ and its MLPs to chunk_rows_"
         )
     return max(lists, key=len)
+
+
+def _check_routers(_: nn.Module, __: Any, options: Mapping[str, Any]) -> None:
+    """Raise where a config, or a call of a model, asks for the logits of routers."""
+    if options.get("output_router_logits"):
+        raise NotImplementedError(
+            "MLPs by chunks of rows must be those of a model that returns no logits of its routers, which would be those of a "
+            "chunk, without a gradient; got output_router_logits=True: set it to False in model.config, leave it out of calls, "
+            "or drop mlp_rows"
+        )
 
 
 def _mlp_of(layer: nn.Module) -> nn.Module:

@@ -233,6 +233,28 @@ def test_chunks_are_refused_where_routers_return_their_logits() -> None:
     save_memory_(model, recompute="full")
 
 
+class Routed(nn.Module):
+    """A model that takes the option of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer: Any = nn.ModuleDict({"mlp": nn.Linear(2, 2)})
+        self.layers = nn.ModuleList([layer])
+
+    def forward(self, x: Tensor, *, output_router_logits: bool | None = None) -> Tensor:
+        mlp: Any = self.layers[0].mlp
+        return mlp(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: nn.ModuleDict({"inner": model})])
+def test_chunks_are_refused_where_a_call_asks_for_the_logits_of_routers(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model, x = Routed(), torch.ones(1, 3, 2)
+    save_memory_(wrap(model), mlp_rows=2)
+    with pytest.raises(NotImplementedError, match=r"got output_router_logits=True: .* leave it out of calls"):
+        model(x, output_router_logits=True)
+    assert model(x, output_router_logits=False).shape == x.shape
+
+
 # chunks of rows
 
 
