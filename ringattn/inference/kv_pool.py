@@ -236,7 +236,7 @@ class KVPool:
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:
-    """Return the device of a cache, with its index."""
+    """Return the device of a cache as tensors have it: a GPU with its index, the CPU without."""
     usable = torch.cuda.device_count()
     try:
         found = torch.device(("cuda" if usable else "cpu") if device is None else device)
@@ -246,7 +246,7 @@ def _resolve_device(device: torch.device | str | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     if found.type != "cpu":
         raise ValueError(f"device must be 'cpu' or one of {usable} GPUs, got {device!r}; leave it out for the default")
-    return found
+    return torch.device("cpu")
 
 
 def _resolve_row(row: RowSizes) -> tuple[int, int, int]:

@@ -136,15 +136,21 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch (the "
                 "model would number the rows of a shard from 0)"
             )
-    counted = _count(sharding).to(next(module.parameters()).device)[None]
+    # not where the weights are, which FSDP's CPU offload keeps in host memory
+    device = next(x.device for x in (positions, _tokens(args, kwargs)) if x is not None)
+    counted = _count(sharding).to(device)[None]
     return args, {**kwargs, "position_ids": _with_text(counted if positions is None else positions, counted, module)}
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return next((x for x in (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1]) if x is not None), None)
 
 
 def _take(
     args: tuple[Any, ...], kwargs: dict[str, Any], length: int, take: Callable[..., Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return arguments with this rank's rows of whole inputs, of that length; None for inputs that are not whole."""
-    tokens = next((x for x in (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1]) if x is not None), None)
+    tokens = _tokens(args, kwargs)
     if tokens is None or tokens.shape[1] != length:
         return None
     whole = {name: x for name, x in kwargs.items() if name in _WHOLE and x is not None}

@@ -87,6 +87,7 @@ class RingCache(Cache):
         graphs: Whether calls with few tokens are captured in CUDA graphs at their second occurrence, and replayed: None where that
             is possible, or True, False, or a `GraphCapturer`. A model whose call cannot be captured, or whose replay gives other
             numbers, runs without graphs, with a warning.
+        device: Where the model computes; default where its weights are, which FSDP's CPU offload keeps in host memory.
 
     Attributes:
         kv: The paged cache; None after the `with`, which frees its memory.
@@ -114,6 +115,7 @@ class RingCache(Cache):
         page_size: int = 64,
         kv_dtype: torch.dtype | None = None,
         graphs: bool | GraphCapturer | None = None,
+        device: torch.device | None = None,
     ) -> None:
         check_ring(ring)
         with ring.propagate_errors():
@@ -135,7 +137,7 @@ class RingCache(Cache):
         # sequences of a batch get their pages on the same ranks
         pages = batch * ceil(ceil(max_tokens / page_size) / ring.world_size)
         sizes |= {"dtype": model.dtype, "pages": pages, "page_size": page_size, "kv_dtype": kv_dtype}
-        self.kv: PagedKVCache | None = PagedKVCache(ring, **sizes, device=model.device)
+        self.kv: PagedKVCache | None = PagedKVCache(ring, **sizes, device=device or model.device)
         self._model = model
         self._requests: list[int] = []
         self._paddings: list[int] = []  # tokens in front of each sequence

@@ -104,13 +104,14 @@ class RingRolloutMixin(RingReferenceMixin):
         model, config = self.accelerator.unwrap_model(self.model_wrapped), cast(Any, self.args)
         multiple, longest = config.pad_to_multiple_of or 1, max(map(len, prompt_ids))
         most = -(-longest // multiple) * multiple + config.max_completion_length
-        graphs = False if self.is_fsdp_enabled else None  # weights of FSDP are elsewhere at each call
+        # weights of FSDP are elsewhere at each call, and between calls perhaps in host memory
+        place = {"graphs": False if self.is_fsdp_enabled else None, "device": self.accelerator.device}
         training, inner = model.training, cast(Any, inner_model(model))
         for handle in (handle for handles in self._whole_outputs for handle in handles):
             handle.remove()
         model.eval()
         try:
-            with RingCache(model, self.ring, max_tokens=most, batch=len(prompt_ids), graphs=graphs) as cache:
+            with RingCache(model, self.ring, max_tokens=most, batch=len(prompt_ids), **place) as cache:
                 on_ring = inner.generate
                 # rings whose answers are done wait for others, with which they gather weights
                 synced = self.is_fsdp_enabled and self.args.world_size > self.ring.world_size

@@ -1078,3 +1078,23 @@ def test_models_that_drop_the_cache_are_refused_by_name(pool: Pools) -> None:
             assert told.startswith("generation must pass the RingCache to every call of the model, got a call of Phi3")
             assert f"after {24 if length == 20 else 0} tokens" in told
     assert dropping(18) == "torch.Size([1, 24])"
+
+
+def with_weights_away() -> tuple[Tensor, Tensor]:
+    """Logits of a call without positions, and tokens, of a model whose first weights are not where it computes."""
+    ring, ids = Ring(), tokens(11)
+    model = make("llama", "ringattn", torch.float32).eval()
+    for module in (model, model.model):
+        module.register_parameter("away", torch.nn.Parameter(torch.empty(0, device="meta")))
+    sharding = ring.sharding(ids.shape[1])
+    logits = sharding.unshard(model(ids, sharding=sharding, use_cache=False).logits)
+    with RingCache(model, ring, max_tokens=64, device=ids.device) as cache:
+        return logits.detach(), model.generate(**prompts(), **GREEDY, past_key_values=cache)
+
+
+def test_models_compute_where_their_inputs_are(pool: Pools) -> None:
+    """With FSDP's CPU offload weights are in host memory before a call."""
+    expected = make("llama", "sdpa", torch.float32).eval()(tokens(11)).logits
+    for logits, generated in pool(2).run(with_weights_away):
+        torch.testing.assert_close(logits, expected)
+        assert torch.equal(generated, alone("llama", [{**prompts(), **GREEDY}])[0])
