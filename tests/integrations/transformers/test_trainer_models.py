@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithFlattening,
     EvalPrediction,
+    LlamaForTokenClassification,
     Trainer,
     TrainingArguments,
 )
@@ -265,3 +266,47 @@ def test_heads_that_choose_rows_make_the_steps_of_one_process(pool: Pools, tmp_p
     alone = classify(str(tmp_path), 0, **options)
     for found in pool(2).run(classify, str(tmp_path), 2, **options):
         assert_same(found, alone)
+
+
+class Tagger(RingTrainer):
+    """As on the page of trainers."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        training = "sharding" not in inputs  # evaluations pass the rows of this rank
+        part = self.shard(inputs) if training else dict(inputs)
+        labels, count = part.pop("labels"), part.pop("num_items_in_batch")
+        if training and num_items_in_batch is not None:  # labels of a step, counted by each rank of a ring
+            count = num_items_in_batch / self.ring.world_size / self.args.world_size
+        outputs = model(**part)
+        loss = torch.nn.functional.cross_entropy(outputs.logits.mT, labels, reduction="sum") / count
+        return (loss, outputs) if return_outputs else loss
+
+
+def train_tagger(folder: str, cp: int) -> Any:
+    """The outcome of a token classifier, whose losses are means over all labels of a step."""
+    with processes() as world_size:
+        config = AutoConfig.for_model(**CONFIGS["llama"], num_labels=3, classifier_dropout=0.0, use_cache=False)
+        register()
+        torch.manual_seed(5)
+        model = LlamaForTokenClassification._from_config(config, attn_implementation="ringattn")
+        rows = [{**row, "labels": [x if x < 0 else x % 3 for x in row["labels"]]} for row in samples()]
+        chosen = {"gradient_accumulation_steps": 2 * cp // world_size, "eval_strategy": "steps", "max_steps": 2}
+        trainer = Tagger(
+            model=model,
+            args=TrainingArguments(**settings(folder, **chosen)),
+            data_collator=pad,
+            train_dataset=rows,
+            eval_dataset=rows[:5],
+            context_parallel_size=cp,
+        )
+        start = {name: x.detach().clone() for name, x in model.named_parameters()}
+        trainer.train()
+        return outcome(trainer, start)
+
+
+def test_a_loss_of_the_rows_of_a_rank_makes_the_steps_of_one_process(pool: Pools, tmp_path: Path) -> None:
+    expected = train_tagger(str(tmp_path), 1)
+    for found in pool(2).run(train_tagger, str(tmp_path), 2):
+        assert_same(found, expected)
