@@ -266,6 +266,11 @@ def _gather_routers(output: Any, sharding: Sharding) -> None:
     logits: Any = getattr(output, "router_logits", None)
     if not logits or sharding.world_size == 1:
         return
+    if output.last_hidden_state.requires_grad and not any(x.requires_grad for x in logits):
+        raise NotImplementedError(
+            "router logits must have gradients where their balance is a loss, got some of reentrant checkpoints, which have none; "
+            "pass gradient_checkpointing_kwargs={'use_reentrant': False}, or set model.config.output_router_logits = False"
+        )
     b = output.last_hidden_state.shape[0]
     rows = [x.reshape(b, sharding.shard_len, -1) for x in logits]  # b s e
     whole = sharding.unshard(torch.cat(rows, -1)).split([x.shape[-1] for x in rows], -1)

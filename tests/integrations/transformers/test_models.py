@@ -119,6 +119,20 @@ def test_experts_are_balanced_over_the_tokens_of_all_ranks(pool: Pools) -> None:
     assert abs(expected[0] - alone("mixtral", batch, output_router_logits=False)[0]) > 0.1
 
 
+def balance_reentrantly() -> str:
+    ids, model = tokens(9), make("mixtral", "ringattn", torch.float32, use_cache=False)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(NotImplementedError, match=r"'use_reentrant': False") as raised:
+        model(**shard_batch({"input_ids": ids, "labels": ids}, Ring()))
+    return str(raised.value)
+
+
+def test_a_balance_of_experts_without_gradients_is_refused(pool: Pools) -> None:
+    """Reentrant checkpoints record the logits of routers in a forward without gradients."""
+    for found in pool(2).run(balance_reentrantly):
+        assert found.startswith("router logits must have gradients")
+
+
 @pytest.mark.skipif(not FIVE, reason="experts without a row have no gradient in 4.57")
 @pytest.mark.parametrize("masked", [False, True])
 def test_experts_are_balanced_over_the_tokens_of_a_batch_of_fewer_than_ranks(pool: Pools, masked: bool) -> None:
