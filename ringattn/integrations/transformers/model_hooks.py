@@ -189,7 +189,7 @@ def _after(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output
         _gather(module, output, sharding, gather)
         # rows that fill a short batch are in its mask, if it has one
         filled = kwargs.get("attention_mask") is not None
-        _gather_routers(output, sharding.with_padding(0) if filled else sharding)
+        _gather_routers(module, output, sharding.with_padding(0) if filled else sharding)
     if not gather:
         with sharding.ring.propagate_errors():
             _check_rows(module, output, sharding)
@@ -257,7 +257,7 @@ def _gather(module: nn.Module, output: Any, sharding: Sharding, gather: bool) ->
         output.last_hidden_state = whole
 
 
-def _gather_routers(output: Any, sharding: Sharding) -> None:
+def _gather_routers(module: nn.Module, output: Any, sharding: Sharding) -> None:
     """Give every rank the router logits of all rows, from which a model computes the loss that balances its experts.
 
     That loss is no mean over the rows of ranks, and all ranks then compute that of one process. Its gradient is right in the mean
@@ -266,7 +266,9 @@ def _gather_routers(output: Any, sharding: Sharding) -> None:
     logits: Any = getattr(output, "router_logits", None)
     if not logits or sharding.world_size == 1:
         return
-    if output.last_hidden_state.requires_grad and not any(x.requires_grad for x in logits):
+    lost = output.last_hidden_state.requires_grad and not any(x.requires_grad for x in logits)
+    # without checkpoints the layers of all routers are frozen
+    if lost and any(getattr(x, "gradient_checkpointing", False) for x in module.modules()):
         raise NotImplementedError(
             "router logits must have gradients where their balance is a loss, got some of reentrant checkpoints, which have none; "
             "pass gradient_checkpointing_kwargs={'use_reentrant': False}, or set model.config.output_router_logits = False"

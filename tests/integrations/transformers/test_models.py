@@ -133,6 +133,16 @@ def test_a_balance_of_experts_without_gradients_is_refused(pool: Pools) -> None:
         assert found.startswith("router logits must have gradients")
 
 
+def train_above_routers() -> bool:
+    ids, model = tokens(9), make("mixtral", "ringattn", torch.float32, use_cache=False).requires_grad_(False)
+    model.model.norm.weight.requires_grad_(True)
+    return model(**shard_batch({"input_ids": ids, "labels": ids}, Ring())).loss.requires_grad
+
+
+def test_routers_may_be_frozen_with_all_below_them(pool: Pools) -> None:
+    assert pool(2).run(train_above_routers) == [True, True]
+
+
 @pytest.mark.skipif(not FIVE, reason="experts without a row have no gradient in 4.57")
 @pytest.mark.parametrize("masked", [False, True])
 def test_experts_are_balanced_over_the_tokens_of_a_batch_of_fewer_than_ranks(pool: Pools, masked: bool) -> None:
