@@ -65,7 +65,7 @@ class RingFlags(BenchFlags):
         schedules: Our rings: "auto" as users get it; "fused": one launch; "fused_saved_kv": one launch, and the backward uses the
             KV of the forward; "fused_kv_buffer": one launch, KV written into the ring's memory; "stepwise": step by step over the
             copy engine; "process_group": step by step over NCCL or gloo.
-        virtual_size: Rings of so many virtual ranks beside them, each in the row virtual_N.
+        virtual_size: Rings of so many virtual ranks beside them, each in the row virtual_N. Backwards are then timed alone, too.
         peers: Other implementations, under a causal mask in the zigzag layout; ring_flash_attn also for documents, in the
             contiguous one.
         heads: Query heads.
@@ -204,7 +204,8 @@ def measure(
         contender = answers = None
     peaks = {who: peak_gib(makers[who], rings.get(who), session) for who in able}
     single = prepare_ours(share, alone, "contiguous", session.device, args.impl, session.rank)
-    calls = {f"{who} {way}": getattr(one, way) for who, one in [*able.items(), ("alone", single)] for way in WAYS}
+    ways = (*WAYS, "backward") if args.virtual_size else WAYS
+    calls = {f"{who} {way}": getattr(one, way) for who, one in [*able.items(), ("alone", single)] for way in ways}
     captured = [name for name in calls if name.split()[0] in (*plain, "alone")] if args.graphs else []
     times = time_together(calls, session, args.rounds, args.seconds, captured)
     factor = problem.pairs / session.world_size / share.pairs
@@ -217,7 +218,7 @@ def measure(
             row["bytes_received"] = bytes_received(problem, make_sharding(problem, rings[who], layout))
         if able[who].note:
             row["note"] = able[who].note
-        for way in WAYS:
+        for way in ways:
             row |= _speeds(way, times[f"{who} {way}"], times[f"alone {way}"], factor, problem, session.world_size)
         yield row | {"peak_gib": peaks[who]}
 

@@ -19,7 +19,7 @@ _DIRECTIONS = " ".join(
     for name in ("ms", "tflops", "percent", "exposed_ms", "host_us", "graph_ms", "graph_percent")
 )
 _COLUMNS: dict[str, str] = {
-    "ring": f"world_size layout mask tokens_per_rank heads kv_heads who {_DIRECTIONS} peak_gib",
+    "ring": f"world_size layout mask tokens_per_rank heads kv_heads who {_DIRECTIONS} backward_ms peak_gib",
     "host": "world_size layout mask tokens_per_rank heads kv_heads who inference_us forward_us both_us both_in_one_thread_us "
     "layer_us layer_in_one_thread_us",
     "latent: training": "world_size shape tokens_per_rank schedule who forward_ms both_ms peak_gib",

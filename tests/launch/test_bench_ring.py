@@ -85,6 +85,7 @@ def test_rings_and_peers_take_turns_and_a_wrong_one_has_no_speed(pool, tmp_path:
     assert list(rows) == ["stepwise", "gloo", "virtual_4", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"]
     timed = [who for who, row in rows.items() if "forward_ms" in row]
     assert timed == ["stepwise", "gloo", "virtual_4", "torch_cp_allgather"]
+    assert all(rows[who]["backward_ms"] > 0 for who in timed)
     assert rows["torch_cp_alltoall"]["refused"].startswith("wrong answer: differs from ours in o by ")
     assert rows["ring_flash_attn"]["refused"] == "not installed"
     assert (rows["gloo"]["ours"], rows["torch_cp_allgather"]["ours"]) == (True, False)
