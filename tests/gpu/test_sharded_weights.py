@@ -25,13 +25,14 @@ def _both_ways(rank: int, world_size: int) -> None:
     ring, layers, answers = Ring(transport="copy_engine"), [], []
     prompt = tokens(37).cuda()
     call = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
-    for way in ("all_gather", "copy_engine"):
+    for way in ("all_gather", "auto"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(shard.GATHER, way)
             patch.setattr(shard, "rows_to_gather", lambda plan: 1)
             model = make("gpt_oss", head_dim=64).to(device="cuda", dtype=torch.bfloat16)
             shard_weights(model, ring)
         weights: Any = SHARDED[model]
+        assert (weights.gather._reads is None) == (way == "all_gather")
         with weights.gather_ahead():
             layers.append(
                 [
