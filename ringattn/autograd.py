@@ -30,7 +30,7 @@ from ringattn.dispatch import resolve, ring_of, run_backward, run_forward, virtu
 from ringattn.kernels.interface import accumulation_dtype
 from ringattn.plan.attention_spec import ScoreTensors
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.execution_plan import BackwardCall, WantedGrads
+from ringattn.schedule.execution_plan import BackwardCall, ForwardCall, WantedGrads
 from ringattn.schedule.latents import Latents
 from ringattn.tensor_checks import BatchDigest, has_tangent
 
@@ -99,10 +99,10 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     here, plan, score, side.number = resolve(
         q, k, v, tensors, dropout_seed, ring, call, latents=latents, batch=side.batch
     )
-    rows = _rows(q), _rows(k), _rows(v)
+    forward = ForwardCall(_rows(q), _rows(k), _rows(v), score, plan, here.context, latents)
     if plan.hosted:
-        return virtual_forward(here, *rows, score, plan.hosted, latents)
-    o, lse, side.saved = run_forward(*rows, score, plan, here.context, keep=side.save, latents=latents)
+        return virtual_forward(here, forward)
+    o, lse, side.saved = run_forward(forward, keep=side.save)
     return o, lse
 
 
@@ -118,10 +118,7 @@ def _backward(do: Tensor | None, dlse: Tensor | None, *args: Any) -> list[Tensor
     do = torch.zeros_like(o) if do is None else _rows(_cast(do, o))
     rows = _rows(q), _rows(k), _rows(v)
     backward = BackwardCall(do, dlse, *rows, o, lse, score, plan, here.context, WantedGrads(*wanted), latents)
-    if plan.hosted:
-        grads = virtual_backward(here, backward, plan.hosted)
-    else:
-        grads = run_backward(backward, saved=side.saved)
+    grads = virtual_backward(here, backward) if plan.hosted else run_backward(backward, saved=side.saved)
     made = (grads.dk, grads.dv) if grads.latents is None else (grads.dk, grads.latents.k_up, grads.latents.v_up)
     found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
     result = [_cast(grad, x) for grad, x in zip((grads.dq, *made), (q, *keys), strict=True)]

@@ -29,7 +29,14 @@ from ringattn.plan.ring_plan import Nodes
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.ring_registry import RINGS, get_ring
-from ringattn.schedule.execution_plan import BackwardCall, ExecutionPlan, Gradients, make_execution_plan, resolve_moving
+from ringattn.schedule.execution_plan import (
+    BackwardCall,
+    ExecutionPlan,
+    ForwardCall,
+    Gradients,
+    make_execution_plan,
+    resolve_moving,
+)
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarchical_forward
 from ringattn.schedule.latents import LatentGrads, Latents
@@ -164,39 +171,22 @@ def resolve_simulated(
     return plan, _score(plan, q, dropout_seed, tensors)
 
 
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Score,
-    plan: ExecutionPlan,
-    context: RingContext,
-    *,
-    keep: bool = False,
-    latents: Latents | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return o `b s h dv` in q's dtype, lse `b h s`, and the saved K/V (Note [Saved K/V] in fused.py), by the schedule of the plan.
+def run_forward(call: ForwardCall, *, keep: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return o, lse, and the saved K/V (Note [Saved K/V] in fused.py), by the schedule of the plan.
 
-    Args:
-        q: `b s h d`, this rank's rows.
-        k: `b t hk d`, this rank's rows.
-        v: `b t hk dv`, this rank's rows.
-        score: Options of the score; key_bias holds this rank's keys.
-        plan: The resolved call.
-        context: This rank's place in the ring.
-        keep: Save the gathered K/V for the backward, where both directions are fused; the same on all ranks.
-        latents: Of latent attention, in which k and v are stand-ins.
+    keep: Save the gathered K/V for the backward, where both directions are fused; the same on all ranks.
     """
-    if latents is not None and plan.expands_at_owner:
-        k, v = latents.expand(latents.rows, context.buffers)
-        latents = None
-    if context.world_size == 1 and latents is None:
-        return *local_forward(q, k, v, score, plan, context), None
-    if plan.fused_forward is None:
-        return *stepwise_forward(q, k, v, score, plan, context, latents), None
-    if context.nodes is not None:
-        return *hierarchical_forward(q, k, v, score, plan, context), None
-    return fused_forward(q, k, v, score, plan, context, keep=keep)
+    latents = call.latents
+    if latents is not None and call.plan.expands_at_owner:
+        k, v = latents.expand(latents.rows, call.context.buffers)
+        return run_forward(call._replace(k=k, v=v, latents=None), keep=keep)
+    if call.context.world_size == 1 and latents is None:
+        return *local_forward(call), None
+    if call.plan.fused_forward is None:
+        return *stepwise_forward(call), None
+    if call.context.nodes is not None:
+        return *hierarchical_forward(call), None
+    return fused_forward(call, keep=keep)
 
 
 def run_backward(call: BackwardCall, *, saved: Tensor | None = None) -> Gradients:
@@ -217,35 +207,22 @@ def run_backward(call: BackwardCall, *, saved: Tensor | None = None) -> Gradient
     return fused_backward(call, saved=saved)
 
 
-def virtual_forward(
-    ring: Ring,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Score,
-    plans: Sequence[ExecutionPlan],
-    latents: Latents | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return o and lse of the rows of all virtual ranks of this process; takes arguments of `dispatch.run_forward`."""
-    parts, contexts = _parts(q, k, v, score, plans, latents), ring.contexts(q.device)
-
-    def run(i: int) -> tuple[Tensor, Tensor]:
-        q, k, v, score, own = parts[i]
-        return run_forward(q, k, v, score, plans[i], contexts[i], latents=own)[:2]
-
-    found = ring.run_ranks(q.device, run)
+def virtual_forward(ring: Ring, call: ForwardCall) -> tuple[Tensor, Tensor]:
+    """Return o and lse of the rows of all virtual ranks of this process."""
+    parts = _parts(ring, call)
+    found = ring.run_ranks(call.q.device, lambda i: run_forward(parts[i])[:2])
     return cat_rows([o for o, _ in found], 1), cat_rows([lse for _, lse in found], 2)
 
 
-def virtual_backward(ring: Ring, call: BackwardCall, plans: Sequence[ExecutionPlan]) -> Gradients:
+def virtual_backward(ring: Ring, call: BackwardCall) -> Gradients:
     """Return the gradients of `virtual_forward`; shares of sums over rows are their total on rank 0, and zeros elsewhere."""
-    parts, contexts = _parts(*call[2:5], call.score, plans, call.latents), ring.contexts(call.q.device)
-    lens = [plan.spec.sharding.shard_len for plan in plans]
+    parts = _parts(ring, call)
+    lens = [plan.spec.sharding.shard_len for plan in call.plan.hosted]
     rows: Any = [_split(x, lens, dim) for x, dim in ((call.do, 1), (call.dlse, 2), (call.o, 1), (call.lse, 2))]
 
     def run(i: int) -> Gradients:
-        (do, dlse, o, lse), (q, k, v, score, latents) = (x[i] for x in rows), parts[i]
-        return run_backward(BackwardCall(do, dlse, q, k, v, o, lse, score, plans[i], contexts[i], call.wanted, latents))
+        (do, dlse, o, lse), (q, k, v, score, plan, context, latents) = (x[i] for x in rows), parts[i]
+        return run_backward(BackwardCall(do, dlse, q, k, v, o, lse, score, plan, context, call.wanted, latents))
 
     found = ring.run_ranks(call.q.device, run)
     shares = [_shares(grads) for grads in found]
@@ -253,7 +230,7 @@ def virtual_backward(ring: Ring, call: BackwardCall, plans: Sequence[ExecutionPl
         flat = ring.ordered_sum([torch.cat([x.flatten() for x in share]) for share in shares])
         for x, total in zip(shares[0], flat.split([x.numel() for x in shares[0]]), strict=True):
             x.copy_(total.view(x.shape))
-    rounded, wide = call.q.dtype, plans[0].wide
+    rounded, wide = call.q.dtype, call.plan.wide
     joined = {"dq": (1, rounded), "dk": (1, rounded), "dv": (1, rounded), "dkey_bias": (1, wide), "dbias": (2, wide)}
     made = {name: cat_rows([getattr(x, name) for x in found], *how) for name, how in joined.items()}
     return replace(found[0], **made)
@@ -267,16 +244,16 @@ def _shares(grads: Gradients) -> list[Tensor]:
     return [x for x in found if x is not None]
 
 
-def _parts(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plans: Sequence[ExecutionPlan], latents: Latents | None
-) -> list[tuple[Any, ...]]:
-    """Return q, k, v, score and latents of each virtual rank of this process."""
+def _parts(ring: Ring, call: ForwardCall | BackwardCall) -> list[ForwardCall]:
+    """Return the forward of each virtual rank of this process."""
+    plans, score, latents = call.plan.hosted, call.score, call.latents
     rows = None if latents is None else latents.rows
+    cut = _cut([plan.spec for plan in plans], call.q, call.k, call.v, score.key_bias, score.bias, rows)
     found = []
-    for *mine, key_bias, bias, own in _cut([plan.spec for plan in plans], q, k, v, score.key_bias, score.bias, rows):
+    for plan, context, (q, k, v, key_bias, bias, own) in zip(plans, ring.contexts(call.q.device), cut, strict=True):
         # the bits of a product may depend on where in memory its rows begin
         given = None if latents is None else latents._replace(rows=own if own is rows else own.clone())
-        found.append((*mine, replace(score, key_bias=key_bias, bias=bias), given))
+        found.append(ForwardCall(q, k, v, replace(score, key_bias=key_bias, bias=bias), plan, context, given))
     return found
 
 

@@ -22,7 +22,7 @@ from ringattn.plan.options import EXPANDS, resolve_flag, resolve_integer, resolv
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.ring import sum_in_order
-from ringattn.schedule.execution_plan import BackwardCall, Gradients, WantedGrads
+from ringattn.schedule.execution_plan import BackwardCall, ForwardCall, Gradients, WantedGrads
 from ringattn.schedule.latents import Latents
 from ringattn.schedule.validation import check_call, check_dims, check_latents, check_tensors, expand_bias
 from ringattn.transport.base import RingContext
@@ -154,7 +154,8 @@ def simulate_ring(
         text = call_text(mine, None if keys is mine else keys, call)
         plan, score = resolve_simulated(*local, score_tensors, dropout_seed, context, text, given)
         backward = do is not None or dlse is not None
-        o, lse, saved = run_forward(*local, score, plan, context, keep=save_gathered_kv and backward, latents=given)
+        forward = ForwardCall(*local, score, plan, context, given)
+        o, lse, saved = run_forward(forward, keep=save_gathered_kv and backward)
         if not backward:
             return o, lse, None
         d_o = torch.zeros_like(o) if do is None else mine.cut(do, 1)

@@ -42,7 +42,7 @@ from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.device_tables import side_key
 from ringattn.plan.expressions import Mask
 from ringattn.plan.ring_plan import RingPlan, Rows, pack
-from ringattn.schedule.execution_plan import ExecutionPlan
+from ringattn.schedule.execution_plan import ExecutionPlan, ForwardCall
 from ringattn.schedule.kv_rotation import message_bytes, slices
 from ringattn.schedule.latents import pieces
 from ringattn.transport.base import GradMessage, Message, RingContext, Work, span
@@ -130,7 +130,7 @@ class Prefill:
                 moving = (keys, values) if latents is None or plan.expands_at_owner else (latents.rows,)
                 _reserve_ahead(moving, plan, context, self.growth_factor, cache.reserved_bytes)
                 self._has_reserved.append(True)
-            return run_forward(q, keys, values, score, plan, context, latents=latents)[0]
+            return run_forward(ForwardCall(q, keys, values, score, plan, context, latents))[0]
         query_plan, take = in_flight.query_plan, context.buffers.take
 
         def attend_copies(queries: Tensor, carry: SoftmaxState) -> None:

@@ -121,6 +121,29 @@ class WantedGrads(NamedTuple):
     bias: bool = False
 
 
+class ForwardCall(NamedTuple):
+    """A forward of this rank's rows: q `b s h d`, k `b t hk d` and v `b t hk dv`.
+
+    Attributes:
+        score: Options of the score; key_bias holds this rank's keys.
+        latents: Of latent attention, in which k and v are stand-ins.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    score: Score
+    plan: ExecutionPlan
+    context: RingContext
+    latents: Latents | None = None
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return o `b s h dv` in q's dtype and lse `b h s`, which a schedule writes."""
+        q, (b, s, h, _) = self.q, self.q.shape
+        o = torch.empty(b, s, h, self.v.shape[-1], dtype=q.dtype, device=q.device)
+        return o, torch.empty(b, h, s, dtype=self.plan.wide, device=q.device)
+
+
 class BackwardCall(NamedTuple):
     """A backward: do `b s h dv` and dlse `b h s`, 0 on rows that saw nothing, and the arguments and results of its forward.
 

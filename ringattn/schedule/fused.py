@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.comm.grad_reduce import reduce_key_bias_grads, reduce_kv_grads
-from ringattn.kernels.interface import Arrivals, BackwardStep, Grads, Returns, Score, Step, accumulation_dtype
+from ringattn.kernels.interface import Arrivals, BackwardStep, Grads, Returns, Score, Step
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import (
     BackwardCall,
-    ExecutionPlan,
+    ForwardCall,
     FusedPlan,
     Gradients,
     enqueue_or_replay,
@@ -30,17 +30,14 @@ from ringattn.schedule.execution_plan import (
 from ringattn.transport.base import KVGather, KVGatherHandle, RingContext, span
 
 
-def fused_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext, *, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def fused_forward(call: ForwardCall, *, keep: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return o, lse and the saved K/V of this rank's query rows over the keys of all ranks, in one launch.
 
-    Takes the arguments of `dispatch.run_forward`, with the same results.
+    See `dispatch.run_forward`.
     """
+    q, k, v, score, plan, context, _ = call
     fused, kv_gather = gather_of(plan.fused_forward, context)
-    b, s, h, _ = q.shape
-    o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
+    o, lse = call.results()
     keep = keep and score.key_bias is None and plan.fused_backward is not None
     saved: Tensor | None = None
 

@@ -22,32 +22,27 @@ from torch import Tensor
 
 from ringattn.kernels.comm.grad_reduce import reduce_kv_grads
 from ringattn.kernels.constants import COMM_SMS
-from ringattn.kernels.interface import Arrivals, BackwardStep, Grads, Returns, Score, Step, accumulation_dtype
+from ringattn.kernels.interface import Arrivals, BackwardStep, Grads, Returns, Step
 from ringattn.kernels.kv.pack import pack
 from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.ring_plan import RankPlan, Rows
-from ringattn.schedule.execution_plan import BackwardCall, ExecutionPlan, Gradients
+from ringattn.schedule.execution_plan import BackwardCall, ForwardCall, Gradients
 from ringattn.schedule.fused import gather_of
 from ringattn.schedule.kv_rotation import NodeGradSums, slices
 from ringattn.transport.base import Buffers, KVGather, Message, RingContext, Work, span
 
 
-def hierarchical_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
-) -> tuple[Tensor, Tensor]:
-    """Return o and lse of this rank's query rows, one launch per node step; takes arguments of `dispatch.run_forward`."""
+def hierarchical_forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
+    """Return o and lse of this rank's query rows, one launch per node step."""
+    q, k, v, score, plan, context, _ = call
     fused, kv_gather = gather_of(plan.fused_forward, context)
     mine = plan.ring_plan.ranks[context.rank]
-    b, s, h, _ = q.shape
-    dv, wide = v.shape[-1], accumulation_dtype(q.dtype)
     seeing = [node_step for node_step in range(len(mine.remote_shards)) if _sees(mine, node_step)]
-    o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, s, dtype=wide, device=q.device)
+    o, lse = call.results()
     outs, sums = o[None], lse[None]
     if len(seeing) > 1:
-        outs = torch.empty(len(seeing), b, s, h, dv, dtype=wide, device=q.device)
-        sums = torch.empty(len(seeing), b, h, s, dtype=wide, device=q.device)
+        outs, sums = (torch.empty(len(seeing), *x.shape, dtype=plan.wide, device=q.device) for x in (o, lse))
     rows = find(fused.tables.rows)
     remote_shards = _RemoteShards(
         k, v, mine, plan.spec.gather_plan(context.nodes).slot_rows, context, kv_gather, Buffers(), "forward"

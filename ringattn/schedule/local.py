@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import BackwardStep, Grads, Score, Step
+from ringattn.kernels.interface import BackwardStep, Grads, Step
 from ringattn.kernels.runtime.table_cache import find
-from ringattn.schedule.execution_plan import BackwardCall, ExecutionPlan, Gradients, enqueue_or_replay, present
-from ringattn.transport.base import RingContext, span
+from ringattn.schedule.execution_plan import BackwardCall, ForwardCall, Gradients, enqueue_or_replay, present
+from ringattn.transport.base import span
 
 
-def local_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
-) -> tuple[Tensor, Tensor]:
+def local_forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
     """Return o and lse of all rows. See `stepwise_forward`."""
-    b, s, h, _ = q.shape
-    o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, s, dtype=plan.wide, device=q.device)
+    q, k, v, score, plan, context, _ = call
+    o, lse = call.results()
     keys_table = plan.tables.moving[0]
     if keys_table is None:
         # no row sees a key: a launch over an empty buffer writes the empty rows
@@ -32,7 +29,7 @@ def local_forward(
         plan.kernels.forward(Step(q, k, v, rows, keys, score, o, lse))
         return rows, keys
 
-    if s:
+    if q.shape[1]:
         with span("ring step 0: keys of rank 0"):
             enqueue_or_replay(
                 context.transport, plan, plan.is_short_forward, ("forward",), score, (q, k, v), (o, lse), enqueue

@@ -7,33 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Score, SoftmaxState, Step, accumulation_dtype
+from ringattn.kernels.interface import SoftmaxState, Step
 from ringattn.kernels.runtime.table_cache import find
-from ringattn.schedule.execution_plan import ExecutionPlan
+from ringattn.schedule.execution_plan import ForwardCall
 from ringattn.schedule.kv_rotation import KVPrefetcher, moving_tensors, reserve
-from ringattn.schedule.latents import Latents, pieces
-from ringattn.transport.base import RingContext, span
+from ringattn.schedule.latents import pieces
+from ringattn.transport.base import span
 
 
-def stepwise_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Score,
-    plan: ExecutionPlan,
-    context: RingContext,
-    latents: Latents | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return o and lse of this rank's query rows over the keys of all ranks; takes arguments of `dispatch.run_forward`.
+def stepwise_forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
+    """Return o and lse of this rank's query rows over the keys of all ranks.
 
     With latents, their rows travel in place of k and v, and are expanded once they are here.
     """
-    b, s, h, _ = q.shape
-    o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
+    q, k, v, score, plan, context, latents = call
+    o, lse = call.results()
+    s = q.shape[1]
     rows, ring_steps = find(plan.tables.stationary), plan.ring_plan.ranks[context.rank].ring_steps
     take, state = context.buffers.take, None
     if plan.last_step > plan.first_step or latents is not None:

@@ -11,7 +11,7 @@ from ringattn.kernels.interface import KernelSet, Score, accumulation_dtype
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.execution_plan import BackwardCall, WantedGrads, make_execution_plan
+from ringattn.schedule.execution_plan import BackwardCall, ForwardCall, WantedGrads, make_execution_plan
 from ringattn.schedule.stepwise_backward import stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.transport.base import Done, RingContext, Transport
@@ -52,7 +52,7 @@ def buffer_bytes(world_size: int, rank: int, kv_heads: int, calls: int) -> int:
     k, v = (torch.zeros(1, ROWS, kv_heads, 16, dtype=torch.bfloat16) for _ in range(2))
     plan = make_execution_plan(spec, q, k, v, ScoreTensors(), NoKernels, context)
     for _ in range(calls):
-        o, lse = stepwise_forward(q, k, v, Score(1.0), plan, context)
+        o, lse = stepwise_forward(ForwardCall(q, k, v, Score(1.0), plan, context))
         stepwise_backward(BackwardCall(do, None, q, k, v, o, lse, Score(1.0), plan, context, WantedGrads()))
     return context.buffers.num_bytes()
 

@@ -23,7 +23,7 @@ from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule import execution_plan, fused
-from ringattn.schedule.execution_plan import BackwardCall, ExecutionPlan, WantedGrads, make_execution_plan
+from ringattn.schedule.execution_plan import BackwardCall, ExecutionPlan, ForwardCall, WantedGrads, make_execution_plan
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.transport.base import RingContext
 from ringattn.transport.copy_engine import graph_cache
@@ -238,7 +238,7 @@ class FakeRing:
         # one plan for all calls, as `dispatch.resolve` finds it
         self.plan = self.plan or make_execution_plan(self.spec, q, k, v, tensors, HopperKernels, self.context)
         here = self.spec.score(q.dtype, 0, tensors), self.plan, self.context
-        o, lse, kept = fused_forward(q, k, v, *here, keep=self.case.keep)
+        o, lse, kept = fused_forward(ForwardCall(q, k, v, *here), keep=self.case.keep)
         assert (kept is not None) == self.case.keep
         wanted = WantedGrads(alibi_slopes="alibi_slopes" in extras, key_bias="key_bias" in extras)
         grads = fused_backward(BackwardCall(do, None, q, k, v, o, lse, *here, wanted), saved=kept)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringattn import Ring, autograd, ring_attention, simulate_ring
+from ringattn.schedule.execution_plan import ForwardCall
 from ringattn.transport.base import RingContext
 from ringattn.transport.lockstep import LockstepTransport, run_ranks
 from tests.support.pool import Pools
@@ -191,10 +192,10 @@ def test_nothing_is_kept_longer_than_the_graph(gathers: Counter[str], monkeypatc
     born: dict[int, list[weakref.ref[Tensor]]] = {rank: [] for rank in range(RANKS)}
     forward = autograd.run_forward
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        o, lse, kept = forward(*args, **kwargs)
+    def noting(call: ForwardCall, *, keep: bool) -> Any:
+        o, lse, kept = forward(call, keep=keep)
         if kept is not None:
-            born[args[5].rank].append(weakref.ref(kept))
+            born[call.context.rank].append(weakref.ref(kept))
         return o, lse, kept
 
     monkeypatch.setattr(autograd, "run_forward", noting)

@@ -21,6 +21,7 @@ from ringattn.kernels.interface import BackwardStep
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import short_mask
 from ringattn.plan.ring_plan import Rows, make_nodes, make_plan, share_moves
+from ringattn.schedule.execution_plan import ForwardCall
 from ringattn.transport.process_group import ProcessGroupTransport
 from tests.support.pool import Pools
 from tests.support.random_calls import Attention
@@ -337,10 +338,10 @@ def test_a_failing_virtual_rank_fails_the_call_and_the_next_one_works(monkeypatc
     expected = ring_attention(x, x, x, sharding)
     run = dispatch.run_forward
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        if args[5].rank == 2:
+    def fail(call: ForwardCall) -> Any:
+        if call.context.rank == 2:
             raise ArithmeticError("rank 2")
-        return run(*args, **kwargs)
+        return run(call)
 
     with monkeypatch.context() as patched:
         patched.setattr(dispatch, "run_forward", fail)

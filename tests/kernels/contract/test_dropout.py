@@ -12,7 +12,7 @@ from ringattn.kernels.attention.dropout import keep_mask, philox
 from ringattn.plan.attention_spec import ScoreTensors, serialize
 from ringattn.plan.layouts import zigzag
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.execution_plan import BackwardCall, WantedGrads
+from ringattn.schedule.execution_plan import BackwardCall, ForwardCall, WantedGrads
 from ringattn.transport.base import RingContext
 from ringattn.transport.lockstep import run_ranks
 
@@ -94,7 +94,7 @@ def test_dropout_seeds_that_differ_give_the_gradients_of_what_each_rank_dropped(
         text = serialize(mine, softmax_scale=0.25, causal=True, dropout_p=0.4, impl="eager")
         local = mine.shard(q), mine.shard(k), mine.shard(v)
         plan, score = resolve_simulated(*local, ScoreTensors(), 5 + context.rank, context, text)
-        o, lse, _ = run_forward(*local, score, plan, context)
+        o, lse, _ = run_forward(ForwardCall(*local, score, plan, context))
         return o, run_backward(BackwardCall(mine.shard(do), None, *local, o, lse, score, plan, context, WantedGrads()))
 
     with torch.no_grad():
