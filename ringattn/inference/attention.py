@@ -502,6 +502,7 @@ def _check_call(
         cache.decode_kernel(q.dtype)
     if sharding is None or kv_sharding is None:
         return None
+    expand = "auto" if step.lengths == step.counts else "reader"
     spec = AttentionSpec(
         sharding,
         kv_sharding,
@@ -512,18 +513,11 @@ def _check_call(
         impl=cache.ring.impl,
         backward="auto",
         deterministic=bool(step.ranks),  # as in training, so that the same kernels are chosen
-        latents=_latents_of(step, up is not None),
+        latents=None if up is None else (cache.head_dim, cache.v_head_dim, expand),
         forward_only=True,
     )
     select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=spec.features(tensors) | {"prefill"})
     return spec
-
-
-def _latents_of(step: ForwardBatch, is_latent: bool) -> tuple[int, int, str] | None:
-    cache = step.cache
-    return (
-        (cache.head_dim, cache.v_head_dim, "auto" if step.lengths == step.counts else "reader") if is_latent else None
-    )
 
 
 def _check_mask(step: ForwardBatch, mask: masks.Mask, kv_access: str) -> None:

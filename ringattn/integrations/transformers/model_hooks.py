@@ -138,7 +138,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             )
     # not where the weights are, which FSDP's CPU offload keeps in host memory
     device = next(x.device for x in (positions, _tokens(args, kwargs)) if x is not None)
-    counted = _count(sharding).to(device)[None]
+    counted = sharding.document_positions.to(device)[None]
     return args, {**kwargs, "position_ids": _with_text(counted if positions is None else positions, counted, module)}
 
 
@@ -163,11 +163,6 @@ def _take(
         mine["deepstack_visual_embeds"] = [x[rows] for x in added]
     first = (take(args[0], dim=1),) if args and args[0] is not None else args[:1]
     return (*first, *args[1:]), {**kwargs, **mine}
-
-
-def _count(sharding: Sharding) -> Tensor:
-    """Return the positions `s` of this rank's rows, from the start of their document."""
-    return sharding.document_positions.cpu()
 
 
 def _with_text(positions: Tensor, counted: Tensor, module: nn.Module) -> Tensor:
