@@ -34,8 +34,6 @@ def look(device: torch.device) -> dict[str, Any]:
         missing = f"its tensors are in {device.type} memory"
     elif torch.version.hip is not None:
         missing = "it has an AMD GPU"
-    elif importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
-        missing = "torch has no symmetric memory"
     uuid = str(torch.cuda.get_device_properties(device).uuid) if missing is None else None
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return {"host": host, "missing": missing, "uuid": uuid, "free": free, "ranks": ranks_per_gpu()}
