@@ -232,6 +232,12 @@ def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict
         raise SystemExit(
             "error: bench kernels must have a problem to measure, got none; pass other --groups, --masks or --lengths"
         )
+    most = max((problem.seq_len for _, problem in planned), default=0)
+    if session.device.type == "cpu" and most > 4096:
+        session.say(
+            f"{len(planned)} problems of up to {most:,} tokens are sized for a GPU and take minutes each on a CPU; pass less, as "
+            "--who eager --groups target --length 512 --heads 2"
+        )
     rows, began = Rows(session, keep, {"bench": "kernels"}), time.monotonic()
     with own_stream(session.device):
         for group, problem in planned:

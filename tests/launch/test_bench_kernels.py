@@ -106,6 +106,15 @@ def test_problems_beyond_the_budget_have_a_row_with_the_reason(tmp_path: Path) -
     }
 
 
+@pytest.mark.parametrize(("length", "warns"), [("64", False), ("8192", True)])
+def test_a_cpu_is_warned_of_sizes_for_a_gpu_before_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: str, warns: bool
+) -> None:
+    words = ["--groups", "target", "--length", length, "--budget-s", "1e-9", "--out", str(tmp_path)]
+    assert bench.main([*SMALL, *words]) == 1
+    assert ("2 problems of up to 8,192 tokens are sized for a GPU" in capsys.readouterr().out) is warns
+
+
 def test_wrong_kernels_have_no_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
