@@ -13,6 +13,7 @@ from ringattn.launch.common.checkpoint_files import read_config, read_model, tok
 from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train.data import NUM_BYTES
 from ringattn.training import cross_entropy_sum
+from ringattn.training.memory import decoder_layers
 
 
 def read_config_json(path: str) -> dict[str, Any]:
@@ -44,9 +45,9 @@ class CausalLM(nn.Module):
         self.options = options
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """The decoder layers: the longest list of modules in the model."""
-        return max((module for module in self.model.modules() if isinstance(module, nn.ModuleList)), key=len)
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers."""
+        return decoder_layers(self.model)
 
     def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
         """Return the logits `b s vocab` of this rank's rows, or with targets `b s` the sum of their losses, fp32."""

@@ -26,7 +26,7 @@ def save_memory_(
     `save_memory_(model, recompute="selective", offload=True, mlp_rows=16384)`.
 
     Args:
-        model: A model whose longest `nn.ModuleList` is its layers, as those of transformers.
+        model: A model whose `nn.ModuleList` of most parameters is its layers, as those of transformers.
         recompute: See `checkpoint_layers_`.
         offload: See `checkpoint_layers_`.
         mlp_rows: Tokens of this rank that go through an MLP at a time; None: all. Its rows must not depend on each other.
@@ -51,7 +51,7 @@ def save_memory_(
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model: its longest list of modules.
+    """Return the layers of a model: its list of modules with the most parameters, as experts and image encoders have fewer.
 
     Raises:
         NotImplementedError: The model has no list of modules.
@@ -62,7 +62,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
             f"a model must have its layers in an nn.ModuleList, got none in {type(model).__name__}; pass its layers to "
             "checkpoint_layers_ and its MLPs to chunk_rows_"
         )
-    return max(lists, key=len)
+    return max(lists, key=lambda layers: sum(x.numel() for layer in layers for x in layer.parameters()))
 
 
 def _check_routers(_: nn.Module, __: Any, options: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ import ringattn
 from ringattn.launch.train.model import Mlp, Transformer
 from ringattn.sizing.shapes import ModelShape
 from ringattn.training import checkpoint_layers_, chunk_rows_, chunked_rows, offload, row_chunks, save_memory_
+from ringattn.training.memory import decoder_layers
 from ringattn.training.offload import Copier, Offloader
 
 TOKENS = 48
@@ -223,6 +224,12 @@ def test_models_without_layers_or_mlps_are_refused() -> None:
         save_memory_(nn.Linear(2, 2), recompute="full")
     with pytest.raises(NotImplementedError, match=r"^a layer must have an MLP of one tensor"):
         save_memory_(nn.ModuleList([nn.Linear(2, 2)]), mlp_rows=2)
+
+
+def test_lists_of_experts_and_of_image_encoders_that_are_longer_are_not_the_layers() -> None:
+    layers = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))}) for _ in "ab")
+    encoder = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(5))
+    assert decoder_layers(nn.ModuleDict({"vision": encoder, "text": layers})) == [*layers]
 
 
 def test_chunks_are_refused_where_routers_return_their_logits() -> None:
