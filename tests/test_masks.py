@@ -117,6 +117,17 @@ def test_masks_that_do_not_fit_a_call_are_refused(options, says):
         ring_attention(q, q, q, Ring().sharding(N), **options)
 
 
+@pytest.mark.parametrize("sizes", [(12, 13), (12, 8)])
+def test_blocks_of_other_sizes_in_one_batch_are_refused(sizes):
+    # with 12 and 13 both tables are 2 x 2: the second element was attended to in blocks of the first
+    x = torch.randn(2, N, 2, 16)
+    mask = masks.per_batch(
+        [masks.blocks(torch.ones(-(-N // size), -(-N // size)).tril().bool(), size) for size in sizes]
+    )
+    with pytest.raises(ValueError, match="one shape and block_size, got 2 x 2 blocks of 12"):
+        ring_attention(x, x, x, Ring().sharding(N), mask=mask)
+
+
 def differ(masks_by_rank):
     q = torch.randn(1, 12, 2, 16)
     try:

@@ -174,6 +174,8 @@ class MaskUnion:
         for terms in found.values():
             for pattern, number in Counter(term.pattern for term in terms).items():
                 most[pattern] = max(most.get(pattern, 0), number)
+        for one, other in pairwise(pattern for pattern in most if pattern is not None):
+            one.both(other)  # raises for tables that cannot be one tensor, with one block size for all
         if not most:
             most[None] = 1
         if sum(most.values()) > MOST_TERMS:
