@@ -178,8 +178,9 @@ def attend(
         chunk_len: Size of chunks, within which tokens see each other; counted from the first token that is not padding.
         mask: A mask of `ringattn.masks` in place of causal, window and chunk_len, relative to the request; `per_batch` has one
             for each. Decode reads only the pages that it shows. A `tree` whose first node is what the request has cached shows
-            speculative tokens their ancestors. Other masks than an intersection of causal, window and `sinks(n) | window(w)` need
-            batches of `PagedKVCache.extend` without padding, and in prefill one request or same_length; decode takes no `blocks`.
+            speculative tokens their ancestors. Chunks, prefixes and sinks are counted from the first token that is not padding.
+            Other masks than an intersection of causal, window, chunks and `sinks(n) | window(w)` need batches of
+            `PagedKVCache.extend` without padding, and in prefill one request or same_length; decode takes no `blocks`.
         comm_mode: What is sent around the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
         kv_access: How a prefill reads stored keys: "copies" of all pages in one piece, for the kernels of training; "pages" in
             place, with the decode kernel; or "auto" for whichever is faster (Note [In place or copied] of paged_prefill.py). Keys
@@ -572,15 +573,18 @@ def _mask_of_batch(step: ForwardBatch, mask: masks.Mask, total: int) -> masks.Ma
         return mask
     documents, stop = step.sharding.documents, step.lengths[0]
     lengths = tuple((min(first, stop), stop) for first in step.firsts) if any(step.firsts) else None
-    parts: list[masks.Mask] = []
-    for part in mask.parts if isinstance(mask, masks.Intersection) else (mask,):
+
+    def relative(part: masks.Mask) -> masks.Mask:
         if isinstance(part, masks.Chunks):
-            part = restarting_chunks(total, part.length, documents, lengths)
-        elif isinstance(part, (masks.Sinks, masks.Prefix, masks.Union)) and lengths is not None:
-            edges = [masks.documents(sorted({0, first, stop, total})) for first, stop in lengths]
-            part = masks.PerBatch(tuple(edge & part for edge in edges))
-        parts.append(part)
-    return masks.Intersection((*parts, *(() if lengths is None else (masks.Lengths(lengths),))))
+            return restarting_chunks(total, part.length, documents, lengths)
+        if isinstance(part, masks.Prefix):
+            part = masks.sinks(part.length)  # of each request: a prefix is of all tokens of the batch
+            edges = [masks.documents(sorted({0, first, stop, total})) for first, stop in lengths or ()]
+            return part if lengths is None else masks.per_batch([edge & part for edge in edges])
+        combined = isinstance(part, (masks.Intersection, masks.Union))
+        return type(part)(tuple(map(relative, part.parts))) if combined else part
+
+    return relative(mask) if lengths is None else relative(mask) & masks.Lengths(lengths)
 
 
 def _kind(options: _Options, given: _Given | _LatentGiven) -> str:

@@ -23,6 +23,7 @@ from ringattn.plan.expressions import (
     Mask,
     PerBatch,
     Prefix,
+    Union,
     Window,
 )
 from ringattn.plan.intervals import MOST_TERMS, Term, count_term, empty, merged, transpose
@@ -95,7 +96,8 @@ def restarting_chunks(
         return Documents(tuple(sorted(edges)))
 
     if lengths is None:
-        return Chunks(chunk_len) if documents is None else chunks_from(0)
+        # a union: sinks beside it are those of documents, not of chunks
+        return Chunks(chunk_len) if documents is None else Union((chunks_from(0),))
     return PerBatch(tuple(chunks_from(start) for start, _ in lengths))
 
 

@@ -851,3 +851,35 @@ def test_a_chunk_may_end_within_the_padding(kv_access: str, options: dict[str, A
     exact = attention_reference(q[:1, 5:], k[:1, 5:], v[:1, 5:], causal=True, **options)
     assert torch.allclose(found[0][:1, 5:], exact, atol=1e-6)
     assert torch.allclose(found[1], found[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kv_access", ["copies", "pages"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.causal() | masks.prefix(4),
+        masks.causal() & (masks.sinks(2) | masks.chunks(6)),
+        masks.causal() & masks.chunks(6) & (masks.sinks(2) | masks.window(3)),
+        masks.sinks(3) | (masks.chunks(6) & (masks.prefix(8) | masks.window(3))),
+    ],
+    ids=repr,
+)
+def test_prefixes_chunks_and_sinks_are_those_of_each_request(mask: masks.Mask, kv_access: str, padded: bool) -> None:
+    """Regression: copied pages showed the prefix of the first request, and sinks of chunks; pages in place were right."""
+    sizes: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_dim": 16, "pages": 20, "page_size": 4}
+    cache = PagedKVCache(Ring(), dtype=torch.float32, device="cpu", **sizes)
+    lengths, firsts = ((14, 14), (3, 0)) if padded else ((9, 14), (0, 0))
+    requests = cache.add_batch(14, firsts) if padded else [cache.add_request(n) for n in lengths]
+    wholes = [torch.randn(1, n, 1, 16, generator=torch.Generator().manual_seed(n + i)) for i, n in enumerate(lengths)]
+    rows = []
+    for part in (slice(6), slice(6, None)):
+        parts = [x[:, part] for x in wholes]
+        x = torch.cat(parts, 0 if padded else 1)
+        step = cache.extend(requests, [one.shape[1] for one in parts], mode="prefill", same_length=padded)
+        o = attend(step, 0, x, x, x, mask=mask, kv_access=kv_access)
+        rows.append(o.split(1) if padded else o.split([one.shape[1] for one in parts], 1))
+    for x, first, *chunks in zip(wholes, firsts, *rows, strict=True):
+        early, whole = (attention_reference(y, y, y, mask=mask) for y in (x[:, first:6], x[:, first:]))
+        exact = torch.cat((early, whole[:, 6 - first :]), 1)  # a chunk sees none behind it
+        torch.testing.assert_close(torch.cat(chunks, 1)[:, first:], exact)
