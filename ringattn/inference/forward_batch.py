@@ -149,7 +149,8 @@ class ForwardBatch:
 
     def taken_by_rank(self) -> list[Tensor]:
         """Return which of the new tokens each rank computes in a prefill, as `taken`, on the CPU."""
-        assert self.sharding is not None, "only a prefill has a sharding"
+        if self.sharding is None:
+            raise ValueError("taken_by_rank must be of a prefill, got decode; there every rank has all rows")
         begins = torch.tensor((0,) if self.sharding.documents is None else self.sharding.documents[:-1], device="cpu")
         counts = self.counts[: len(begins)]
         # a token's place among the new ones, less its place in the virtual sequence
@@ -208,7 +209,8 @@ class ForwardBatch:
 
     def bounds(self, mask: Mask) -> list[tuple[Tensor, Tensor]]:
         """Decode: `Mask.bounds` of the new rows, `tiles` int32; computed once for all layers."""
-        assert self.starts is not None, "only decode has bounds"
+        if self.starts is None:
+            raise ValueError("bounds must be of decode, got prefill; extend with mode='decode'")
         if mask in _UPLOADED:
             assert self.causal_ends is not None, "only decode has bounds"
             return [(self.starts, self.causal_ends)]

@@ -304,6 +304,8 @@ def test_arguments_of_other_types_are_refused_by_their_names() -> None:
         ("tokens must be the 9 new tokens", lambda: step.take(k[:, 1:])),
         ("tokens must be the 9 new tokens", lambda: step.take(torch.zeros(1, 12))),
         ("tokens must be the 9 new tokens", lambda: step.take(torch.zeros(9))),
+        ("taken_by_rank must be of a prefill", static.taken_by_rank),
+        ("bounds must be of decode", lambda: step.bounds(masks.causal())),
         ("tokens must be", lambda: static.arrange(wrong)),
         ("tokens must be the 0 new ones", lambda: static.arrange(torch.ones(1, dtype=torch.int64))),
         ("k must be a tensor", lambda: step.put(0, wrong, v)),
