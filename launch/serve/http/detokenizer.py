@@ -175,5 +175,4 @@ def partial_match(string: str, text: str) -> int:
         >>> partial_match("END", "an EEN"), partial_match("END", "an E D")
         (4, 6)
     """
-    begins = range(max(0, len(text) - len(string) + 1), len(text))
-    return next((place for place in begins if string.startswith(text[place:])), len(text))
+    return len(text) - _begun(string, 0, text[max(0, len(text) - len(string) + 1) :])
